@@ -34,13 +34,13 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._format.wire import decode, encode
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
-from zarrckpt._load.shared_reads import _shared_runs, plan_shares
+from zarrckpt._load.shared_reads import _shared_ranges, plan_shares
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import GlobalState, gather_state, wanted
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.geometry import Numbers
+from zarrckpt._plan.holders import GlobalState, gather_boxes, gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
-from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
+from zarrckpt._plan.shards import Cut, Sharding, mesh_boxes
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._save import agree
@@ -113,7 +113,7 @@ class Case:
             replicas -= 1
         return replicas, ranks // parallel // replicas, parallel
 
-    def told(self) -> AllDescriptions:
+    def descriptions(self) -> AllDescriptions:
         """The descriptions that all ranks give."""
         given = np.repeat(np.arange(self.stages), self.ranks // self.stages)
         found = [self._description(stage) for stage in range(self.stages)]
@@ -165,21 +165,21 @@ _OF_EACH_RANK = [
 ]
 
 
-def _one_for_each_rank(told: Description) -> list[Description]:
+def _one_for_each_rank(gathered: Description) -> list[Description]:
     """The same, as ranks say it that have no mesh: each its own boxes."""
     boxes = {
-        (entry.shape, entry.sharding): mesh_boxes(entry.shape, CutMesh(*told.shardings[entry.sharding][1:]))
-        for entry in told.entries
+        (entry.shape, entry.sharding): mesh_boxes(entry.shape, *gathered.shardings[entry.sharding][1:])
+        for entry in gathered.entries
         if entry.sharding != REPLICATED
     }
     found = []
-    for rank in range(len(told.shardings[0].ranks)):
+    for rank in range(len(gathered.shardings[0].ranks)):
         own = {key: of_all[rank] for key, of_all in boxes.items()}
         rows = (
             entry
             if entry.sharding == REPLICATED
             else entry._replace(sharding=REPLICATED, boxes=own[entry.shape, entry.sharding])
-            for entry in told.entries
+            for entry in gathered.entries
         )
         found.append(Description(tuple(rows)))
     return found
@@ -200,11 +200,11 @@ def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
     ranks = range(len(given))
     before = most_memory()
     began = time.process_time()
-    told = AllDescriptions.sent(packed, given, ranks)
-    held = gather_state(told)
+    gathered = AllDescriptions.from_packed(packed, given, ranks)
+    held = gather_state(gathered)
     plan = plan_save(held, PlanOptions())
     held.replicas(rank)
-    assert plan.digest and plan.part(rank)
+    assert plan.digest and plan.rank_plan(rank)
     return Part(time.process_time() - began, most_memory() - before)
 
 
@@ -214,11 +214,11 @@ def most_memory() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def own_parts(told: AllDescriptions) -> list[Part]:
+def own_parts(gathered: AllDescriptions) -> list[Part]:
     """The first, the middle and the last rank's."""
-    size = len(told.given)
-    packed = [description.packed for description in told.descriptions]
-    given = told.given.astype(np.min_scalar_type(len(packed)))
+    size = len(gathered.numbers)
+    packed = [description.packed for description in gathered.descriptions]
+    given = gathered.numbers.astype(np.min_scalar_type(len(packed)))
     found = []
     for rank in sorted({0, size // 2, size - 1}):
         with get_context("spawn").Pool(1) as pool:
@@ -230,22 +230,22 @@ def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNod
     """In a fresh process: what one rank computes in a load; and how many gets are of what several ranks need."""
     before = most_memory()
     began = time.process_time()
-    told = AllDescriptions.sent(packed, given, range(len(given)))
-    held, limit = wanted(told), DEFAULT_MAX_INFLIGHT_BYTES // 4
+    gathered = AllDescriptions.from_packed(packed, given, range(len(given)))
+    held, limit = gather_boxes(gathered), DEFAULT_MAX_INFLIGHT_BYTES // 4
     plan_shares((rank,), nodes, held, len(given), limit)
     part = Part(time.process_time() - began, most_memory() - before)
-    return part, sum(1 for _ in _shared_runs(nodes, held, limit))
+    return part, sum(1 for _ in _shared_ranges(nodes, held, limit))
 
 
-def load_of(told: AllDescriptions, plan: SavePlan) -> tuple[Part, int]:
+def load_of(gathered: AllDescriptions, plan: SavePlan) -> tuple[Part, int]:
     """That of the middle rank, of a load of the tensors."""
     targets = [
         Description([entry for entry in description.entries if entry.kind == "tensor"], description.shardings)
-        for description in told.descriptions
+        for description in gathered.descriptions
     ]
     packed = [description.packed for description in targets]
     with get_context("spawn").Pool(1) as pool:
-        return pool.apply(loads_part, (packed, told.given, plan.layout.tensors, len(told.given) // 2))
+        return pool.apply(loads_part, (packed, gathered.numbers, plan.layout.tensors, len(gathered.numbers) // 2))
 
 
 # -- the coordinator
@@ -268,11 +268,11 @@ class Coordinator:
         self.seconds = 0.0
         self._round = 0
 
-    def decide(self, said: Sequence[Any], decide: Any) -> Any:
+    def decide(self, results: Sequence[Any], decide: Any) -> Any:
         """One round: what all ranks say comes up the tree, and the answer goes down."""
         self._round += 1
         below = [list(_below(child, self.size)) for child in _children(0, self.size)]
-        items = [("result", encode(one)) for one in said]
+        items = [("result", encode(one)) for one in results]
         calls = "the save to s3://bucket/runs/step-001000"
         bodies = [
             ({place: items[place] for place in places}, {calls: places} if self._round == 1 else {}, False)
@@ -311,37 +311,37 @@ def _agreement(size: int) -> Any:
     return made
 
 
-def first_save(told: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
+def first_save(gathered: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
     """All three rounds."""
-    size = len(told.given)
+    size = len(gathered.numbers)
     agreement, coordinator = _agreement(size), Coordinator(size)
     agreement._plan = plan
-    digests = [description.digest for description in told.descriptions]
-    hellos = [agree._Hello(digests[number], agree._NO_PLAN, 0).packed() for number in told.given.tolist()]
-    asked = coordinator.decide(hellos, agreement._answer_to_hellos)
-    own = [told.descriptions[number] for number in told.given.tolist()]
-    said = [(own[rank].version, own[rank].packed) if rank in asked.senders else None for rank in range(size)]
-    coordinator.decide(said, agreement._answer_to_descriptions)
-    checks = [agree._Checked(plan.digest, fold, {}) for fold in folds]
-    began = coordinator.decide(checks, partial(agreement._answer_to_plans, told, agree._Compare()))
-    assert isinstance(began, agree._Begun)
+    digests = [description.digest for description in gathered.descriptions]
+    hellos = [agree._Hello(digests[number], agree._NO_PLAN, 0).packed() for number in gathered.numbers.tolist()]
+    request = coordinator.decide(hellos, agreement._answer_to_hellos)
+    own = [gathered.descriptions[number] for number in gathered.numbers.tolist()]
+    messages = [(own[rank].version, own[rank].packed) if rank in request.senders else None for rank in range(size)]
+    coordinator.decide(messages, agreement._answer_to_descriptions)
+    checks = [agree._PlanDigests(plan.digest, fold, {}) for fold in folds]
+    began = coordinator.decide(checks, partial(agreement._answer_to_plans, gathered, agree._CompareAnswer()))
+    assert isinstance(began, agree._BeginAnswer)
     return coordinator
 
 
-def next_save(told: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
+def next_save(gathered: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
     """The one round of a save of the same state; and the bytes of what a rank says."""
-    size = len(told.given)
+    size = len(gathered.numbers)
     agreement, coordinator = _agreement(size), Coordinator(size)
-    digests = [description.digest for description in told.descriptions]
-    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {}, {})
+    digests = [description.digest for description in gathered.descriptions]
+    agreement._last = agree._KeptPlan(b"the plan", digests[0], PlanOptions(), plan, plan.rank_plan(0), {}, {})
     # Random but for the last, as digests are; their sum is 0.
     balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
     balances = [balance % agree._PRIME for balance in balances]
     balances.append(-sum(balances) % agree._PRIME)
-    rows = zip(told.given.tolist(), balances, strict=True)
+    rows = zip(gathered.numbers.tolist(), balances, strict=True)
     hellos = [agree._Hello(digests[number], b"the plan", balance).packed() for number, balance in rows]
     began = coordinator.decide(hellos, agreement._answer_to_hellos)
-    assert isinstance(began, agree._Begun)
+    assert isinstance(began, agree._BeginAnswer)
     return coordinator, max(len(encode(hello)) for hello in hellos)
 
 
@@ -350,10 +350,10 @@ def folds_of(held: GlobalState) -> list[bytes]:
     found: list[dict[bytes, None]] = [{} for _ in range(held.ranks)]
     for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
         _add(found, ranks)
-    for one in {id(tensor.held): tensor.held for tensor in held.tensors.values()}.values():
+    for one in {id(tensor.holders): tensor.holders for tensor in held.tensors.values()}.values():
         for number in range(len(one.boxes) if not one.alone else 0):
             _add(found, one.ranks_of(number))
-    return [b"".join(name + bytes(agree._FOLD_BYTES) for name in names) for names in found]
+    return [b"".join(name + bytes(8) for name in names) for names in found]
 
 
 def _add(found: list[dict[bytes, None]], ranks: Numbers) -> None:
@@ -399,18 +399,18 @@ LOADS = ["model", "layout", "ranks", "a rank's own part, s", "MB", "gets of what
 
 def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
     """A row of each table."""
-    told = case.told()
-    held = gather_state(told)
+    gathered = case.descriptions()
+    held = gather_state(gathered)
     plan = plan_save(held, PlanOptions())
-    first = first_save(told, plan, folds_of(held))
-    again, nbytes = next_save(told, plan)
-    parts = [] if quick else own_parts(told)
+    first = first_save(gathered, plan, folds_of(held))
+    again, nbytes = next_save(gathered, plan)
+    parts = [] if quick else own_parts(gathered)
     name = [case.model, case.layout, f"{case.ranks:,}"]
-    entries = len({entry.path for description in told.descriptions for entry in description.entries})
-    planning = [*name, f"{entries:,}", str(len(told.descriptions)), f"{first.received / 1e3:,.0f}"]
+    entries = len({entry.path for description in gathered.descriptions for entry in description.entries})
+    planning = [*name, f"{entries:,}", str(len(gathered.descriptions)), f"{first.received / 1e3:,.0f}"]
     planning += [f"{first.seconds:.2f}", f"{max((part.seconds for part in parts), default=0):.2f}"]
     planning += [f"{max((part.megabytes for part in parts), default=0):.0f}", str(nbytes), f"{again.seconds:.2f}"]
-    load, gets = (Part(0, 0), 0) if quick or case.layout == "per-rank" else load_of(told, plan)
+    load, gets = (Part(0, 0), 0) if quick or case.layout == "per-rank" else load_of(gathered, plan)
     loads = [*name, f"{load.seconds:.2f}", f"{load.megabytes:.0f}", f"{gets:,}", f"{gets / 5500:.1f}"]
     return planning, [*name, *results(plan)], loads
 

@@ -31,10 +31,10 @@ def main() -> None:
     print("| model | ranks | merging | objects | moved between ranks | max/mean written | puts, $ | planning, s |")
     print("|---|---|---|---|---|---|---|---|")
     for model, ranks in itertools.product(args.models, args.ranks):
-        told = Case(model, args.layout, ranks).told()
+        gathered = Case(model, args.layout, ranks).descriptions()
         for name, least in (("no", 0), ("default", None)):
             began = time.process_time()
-            plan = plan_save(gather_state(told), PlanOptions(sizes=Sizes(min_piece=least)))
+            plan = plan_save(gather_state(gathered), PlanOptions(sizes=Sizes(min_piece=least)))
             seconds = time.process_time() - began
             report = report_of(plan, range(ranks))
             moved = 100 * report.moved_bytes / report.nbytes

@@ -49,9 +49,9 @@ from harness.uneven_states import full, mesh_of, same_bits, sharded, uneven_stat
 import zarrckpt
 from benchmarks.s3_server import served
 from zarrckpt._commit import attempts
-from zarrckpt._save import run as save_run
+from zarrckpt._save import steps
 from zarrckpt._save.exchange import Exchange
-from zarrckpt._save.run import RankSave
+from zarrckpt._save.steps import RankSave
 from zarrckpt._store import open_store
 
 RANKS = 4
@@ -220,12 +220,12 @@ def _watch(rank: int, board: Board) -> None:
         setattr(owner, name, call)
 
     marked(attempts, "begin", Place.BEGINS, Place.SENDS_PLANS)
-    marked(save_run, "agree", None, Place.AGREED)
+    marked(steps, "agree", None, Place.AGREED)
     marked(RankSave, "write", Place.WRITES, Place.WAITS)
-    marked(Exchange, "_begun", Place.EXCHANGES)
-    marked(Exchange, "_opened", Place.WRITES)
+    marked(Exchange, "_begin_transfer", Place.EXCHANGES)
+    marked(Exchange, "_open_message", Place.WRITES)
     marked(RankSave, "finish", Place.COUNTS)
-    marked(save_run, "_commit_together", Place.ALL_WRITTEN)
+    marked(steps, "_commit_together", Place.ALL_WRITTEN)
     marked(attempts, "commit", Place.COMMITS, Place.CLEANS)
     marked(RankSave, "commit", None, Place.ANSWERS)
 

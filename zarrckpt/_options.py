@@ -18,9 +18,9 @@ CheckAfter = Literal["sample", "full", "off"]
 TIMEOUT = 1800.0
 """Default time in seconds without an arrival or progress of a rank after which all ranks fail."""
 
-MOST_SECONDS = 10_000_000
+MAX_TIMEOUT = 10_000_000
 
-LEAST_FITTING = 16 << 20
+MIN_FITTING_BYTES = 16 << 20
 """Chunks of this size are always allowed, even with a smaller memory bound. Otherwise there would be too many."""
 
 
@@ -86,7 +86,7 @@ class SaveOptions:
     def plan(self) -> PlanOptions:
         """The options that affect the plan."""
         # A copied chunk is in memory as a whole, except for local files. 1/8 remains for rounding.
-        fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, LEAST_FITTING)
+        fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, MIN_FITTING_BYTES)
         sizes = Sizes(min(self.max_chunk_bytes, fits), self.min_piece_bytes, self.fill_bytes)
         return PlanOptions(parse_option(self.compression), sizes, self.portable_dtypes)
 
@@ -144,8 +144,8 @@ def _check_transfer(options: SaveOptions | LoadOptions) -> None:
     timeout = options.timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
-    if not 0 < timeout <= MOST_SECONDS:
-        raise ValueError(f"timeout must be more than 0 and at most {MOST_SECONDS} seconds, got {timeout}")
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise ValueError(f"timeout must be more than 0 and at most {MAX_TIMEOUT} seconds, got {timeout}")
 
 
 def checked_options(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:

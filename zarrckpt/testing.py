@@ -175,9 +175,8 @@ class FaultyStore(Store):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._call("put", key, lambda: self._inner.put(key, buffers))
 
-    def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        name = key()
-        self._call("put", name, lambda: self._inner.put_parts(lambda: name, groups))
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        self._call("put", key, lambda: self._inner.put_parts(key, groups))
 
     def create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda: self._inner.create(key, data))

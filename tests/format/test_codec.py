@@ -34,7 +34,7 @@ from zarrckpt._format.dtypes import DTYPES, by_name
 from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.json_values import dumps
 from zarrckpt._jobs import BytesBudget, run_jobs
-from zarrckpt._read.chunks import StoredArray, neighbours, runs_of
+from zarrckpt._read.chunks import StoredArray, neighbours, request_ranges
 from zarrckpt._store import Store
 
 Ints = tuple[int, ...]
@@ -424,7 +424,7 @@ def test_run_keeps_no_job_alive_that_is_done(drawn_here: bool) -> None:
 def test_requests_are_longer_where_memory_holds_many() -> None:
     node = ArrayNode("w", Grid((1 << 26,), (1 << 26,), (1 << 18,)), by_name("uint8"))
     for limit, expected in ((1 << 20, 32), (256 << 20, 32), (384 << 20, 48), (512 << 20, 64), (1 << 40, 64)):
-        counts = [len(run) for run in runs_of(node, range(256), BytesBudget(limit))]
+        counts = [len(run) for run in request_ranges(node, range(256), BytesBudget(limit))]
         assert sum(counts) == 256 and max(counts) == expected
 
 

@@ -22,7 +22,7 @@ import torch
 import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
-import zarrckpt._save.run
+import zarrckpt._save.steps
 from zarrckpt import _jobs
 from zarrckpt._commit import attempts, marker
 from zarrckpt._commit.stored_documents import parse_root_document
@@ -30,7 +30,7 @@ from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._format import sealed
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import RankSave
+from zarrckpt._save.steps import RankSave
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
@@ -239,7 +239,7 @@ class Save:
         save = RankSave(request)
         name = save.begin(plan.layout)
         before = shelf.content
-        self.layout, self.results = plan.layout, save.write(lambda: name, plan.part(0), held, None, lambda: None)
+        self.layout, self.results = plan.layout, save.write(name, plan.rank_plan(0), held, None, lambda: None)
         self.puts = {key: data for key, data in shelf.content.items() if key not in before}
 
     def __call__(self, store: Store) -> str:
@@ -248,9 +248,8 @@ class Save:
             SaveRequest.from_arguments(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         )
         try:
-            # One after the other, as ranks do it. A single process would begin in a thread.
             name = save.begin(self.layout)
-            with attempts.report_lost_commit(store, lambda: name):
+            with attempts.report_lost_commit(store, name):
                 self._put(store, name.tree)
             save.commit(save.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:

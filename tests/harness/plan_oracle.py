@@ -19,34 +19,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
-from zarrckpt._plan.owners import BoxOnRanks, RankNumbers
+from zarrckpt._plan.geometry import BoxOnRanks, RankNumbers
 
 
 @dataclass(frozen=True)
-class Spread:
+class PlannedTensor:
     """One tensor over the ranks: its grid, its boxes (replicas once), their ranks, and bytes per element."""
 
     name: str
     grid: Grid
     itemsize: int
-    held: Sequence[BoxOnRanks]
+    holders: Sequence[BoxOnRanks]
     whole: bool = False
     """Whether one rank must write all of it. Replicas may differ, and no rank had a mixture of them."""
 
     @property
     def kind(self) -> object:
         """A key of the tensors whose chunks of one number are assigned together."""
-        return self.grid, tuple(self.held), self.itemsize, self.whole
+        return self.grid, tuple(self.holders), self.itemsize, self.whole
 
 
 @dataclass
 class Owned:
     """One chunk: its owner, its pieces, and the source rank of each piece."""
 
-    spread: Spread
+    tensor: PlannedTensor
     index: Ints
     pieces: Sequence[tuple[int, Box]]
-    """(position in ``spread.held``, this box's part of the chunk)."""
+    """(position in ``tensor.holders``, this box's part of the chunk)."""
     nbytes: int
     owner: int = -1
     sources: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Owned:
         """The number of its elements that each rank holds."""
         found: Counter[int] = Counter()
         for number, box in self.pieces:
-            for rank in self.spread.held[number].ranks:
+            for rank in self.tensor.holders[number].ranks:
                 found[rank] += box.size
         return found
 
@@ -71,7 +71,7 @@ class Owned:
     @property
     def moves_anyway(self) -> bool:
         """Whether no rank holds all of it, and it may be written apart from the rest of its tensor."""
-        return not self.spread.whole and max(self.held.values()) < sum(box.size for _, box in self.pieces)
+        return not self.tensor.whole and max(self.held.values()) < sum(box.size for _, box in self.pieces)
 
     @property
     def foreign(self) -> Iterator[tuple[int, Box]]:
@@ -81,7 +81,7 @@ class Owned:
     @property
     def moved(self) -> int:
         """Bytes that move to the owner."""
-        return sum(box.size for _, box in self.foreign) * self.spread.itemsize
+        return sum(box.size for _, box in self.foreign) * self.tensor.itemsize
 
 
 Pieces = Mapping[Ints, Sequence[tuple[int, Box]]]
@@ -98,11 +98,11 @@ def pieces_of(grid: Grid, boxes: Sequence[Box]) -> Pieces:
     return found
 
 
-def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int) -> list[Owned]:
+def choose_owners(planned: Sequence[PlannedTensor], world_size: int, bundle_bytes: int) -> list[Owned]:
     """Return the owner of every chunk, the source of every piece, and the bundles, in the order of
     tensors and chunks.
     """
-    tensors = [_chunks_of(spread) for spread in spreads]
+    tensors = [_chunks_of(tensor) for tensor in planned]
     loads = [0] * world_size
     choices = []
     for together in _dealt_together(tensors):
@@ -132,10 +132,10 @@ def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int) -> list[
     return everything
 
 
-def _chunks_of(spread: Spread) -> list[Owned]:
-    pieces = pieces_of(spread.grid, [held.box for held in spread.held])
+def _chunks_of(tensor: PlannedTensor) -> list[Owned]:
+    pieces = pieces_of(tensor.grid, [held.box for held in tensor.holders])
     return [
-        Owned(spread, index, parts, sum(box.size for _, box in parts) * spread.itemsize)
+        Owned(tensor, index, parts, sum(box.size for _, box in parts) * tensor.itemsize)
         for index, parts in pieces.items()
     ]
 
@@ -149,8 +149,8 @@ def _dealt_together(tensors: Sequence[list[Owned]]) -> Iterator[list[Unit]]:
     kinds: dict[object, list[list[Unit]]] = {}
     for chunks in tensors:
         if chunks:
-            units = [chunks] if chunks[0].spread.whole else [[chunk] for chunk in chunks]
-            kinds.setdefault(chunks[0].spread.kind, []).append(units)
+            units = [chunks] if chunks[0].tensor.whole else [[chunk] for chunk in chunks]
+            kinds.setdefault(chunks[0].tensor.kind, []).append(units)
     for alike in kinds.values():
         yield from ([*units] for units in zip(*alike, strict=True))
 
@@ -187,7 +187,7 @@ def _choose_sources(tensor: int, chunks: Iterable[Owned]) -> None:
     """Choose the owner as the source if it has the piece, else the ranks that have it in turn, by tensor and piece."""
     pieces = ((chunk, number) for chunk in chunks for number, _ in chunk.pieces)
     for piece, (chunk, number) in enumerate(pieces):
-        ranks = chunk.spread.held[number].ranks
+        ranks = chunk.tensor.holders[number].ranks
         chunk.sources.append(chunk.owner if chunk.owner in ranks else ranks[(tensor + piece) % len(ranks)])
 
 

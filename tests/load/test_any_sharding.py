@@ -346,7 +346,7 @@ def small_sizes(small: bool) -> Iterator[None]:
     sizes = {
         chunking: {"SUBCHUNK_ABOVE": 60, "SUBCHUNK_BYTES": 30, "USUAL_SUBCHUNK": (20, 80), "ANY_SUBCHUNK": (4, 160)},
         _transfer: {"READ_BYTES": 100},
-        _sharing: {"READ_BYTES": 60, "_MIN_RUN_BYTES": 20},
+        _sharing: {"READ_BYTES": 60, "_MIN_RANGE_BYTES": 20},
         owners: {"BUNDLE_BYTES": 50},
     }
     sizes[chunking] |= {"_ODD_GRID_MIN_CHUNK": 20, "_PADDING": 4}

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from harness import plan_oracle
-from harness.plan_oracle import Owned, Spread
+from harness.plan_oracle import Owned, PlannedTensor
 from harness.subchunk_shapes import subchunks_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from zarrckpt._format.grid import Box, Grid, Ints, is_consecutive
 from zarrckpt._load.shared_reads import (
     ShareRound,
     Shares,
-    SubchunkRun,
+    SubchunkRange,
     boxes_of_ranks,
     overlap_bytes,
     plan_shares,
@@ -37,12 +37,13 @@ from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     FILL_BYTES,
     MAX_CHUNK_BYTES,
-    MOST_PIECES,
+    MAX_PIECES,
     choose_grid,
     default_min_piece_bytes,
-    overlapping,
 )
-from zarrckpt._plan.owners import BUNDLE_BYTES, BoxOnRanks, ChunkPieces, Dealt, Holders
+from zarrckpt._plan.geometry import BoxOnRanks, GridPieces, Holders
+from zarrckpt._plan.owners import BUNDLE_BYTES, ChunkOwners
+from zarrckpt._plan.tiling import find_overlap
 
 KIB, MIB = 1 << 10, 1 << 20
 ALWAYS = 1 << 62
@@ -130,9 +131,9 @@ def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
 
 def test_a_merged_chunk_spans_so_many_pieces_at_most() -> None:
     """Each piece needs a connection to its holder."""
-    boxes = [Box((row,), (1,)) for row in range(4 * MOST_PIECES)]
+    boxes = [Box((row,), (1,)) for row in range(4 * MAX_PIECES)]
     grid = choose_grid((len(boxes),), boxes, 4, min_piece_bytes=ALWAYS)
-    assert grid.chunk_shape == (MOST_PIECES,)
+    assert grid.chunk_shape == (MAX_PIECES,)
 
 
 def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
@@ -234,7 +235,7 @@ def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject
     held: list[set[Ints]] = [
         set(itertools.product(*(range(o, o + n) for o, n in zip(*box, strict=True)))) for box in boxes
     ]
-    found = overlapping(boxes)
+    found = find_overlap(boxes)
     if found is None:
         assert len(set().union(*held)) == sum(map(len, held))
     else:
@@ -248,39 +249,39 @@ def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject
 def pieces_of(grid: Grid, boxes: Sequence[Box]) -> dict[Ints, list[tuple[int, Box]]]:
     """Return the pieces of each chunk: the number of a box, and its part of the chunk."""
     found: dict[Ints, list[tuple[int, Box]]] = {}
-    pieces = ChunkPieces(grid, boxes)
+    pieces = GridPieces(grid, boxes)
     places = list(itertools.product(*map(range, grid.counts)))
-    columns = (pieces.chunk, pieces.held, pieces.offset, pieces.shape)
+    columns = (pieces.chunk, pieces.box, pieces.offset, pieces.shape)
     for chunk, number, offset, shape in zip(*(column.tolist() for column in columns), strict=True):
         cell = places[pieces.number[chunk]]
         found.setdefault(cell, []).append((number, Box(tuple(offset), tuple(shape))))
     return found
 
 
-def dealt_by_us(spreads: Sequence[Spread], world_size: int) -> Dealt:
+def owners_by_us(planned: Sequence[PlannedTensor], world_size: int) -> ChunkOwners:
     """Return the owners that the package chooses."""
     # Tensors with the same holders share one ``Holders``.
-    holders = {tuple(s.held): Holders(s.held) for s in spreads}
-    columns = [_owners.Spread(s.name, s.grid, s.itemsize, holders[tuple(s.held)], s.whole) for s in spreads]
-    return _owners.deal(columns, world_size)
+    holders = {tuple(s.holders): Holders(s.holders) for s in planned}
+    columns = [_owners.PlannedTensor(s.name, s.grid, s.itemsize, holders[tuple(s.holders)], s.whole) for s in planned]
+    return _owners.choose_owners(columns, world_size)
 
 
-def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int = BUNDLE_BYTES) -> list[Owned]:
+def choose_owners(planned: Sequence[PlannedTensor], world_size: int, bundle_bytes: int = BUNDLE_BYTES) -> list[Owned]:
     """Return the owners that the package chooses, as objects."""
     with patch.object(_owners, "BUNDLE_BYTES", bundle_bytes):
-        dealt = dealt_by_us(spreads, world_size)
-        return [chunk for number, spread in enumerate(spreads) for chunk in _owned(dealt, number, spread)]
+        chunk_owners = owners_by_us(planned, world_size)
+        return [chunk for number, tensor in enumerate(planned) for chunk in _owned(chunk_owners, number, tensor)]
 
 
-def _owned(dealt: Dealt, number: int, spread: Spread) -> Iterator[Owned]:
-    chunks = slice(int(dealt.first[number]), int(dealt.first[number + 1]))
-    geometry = dealt.geometries[number]
-    rows = (dealt.nbytes, dealt.owner, dealt.bundle)
-    pieces = pieces_of(spread.grid, [held.box for held in spread.held])
+def _owned(chunk_owners: ChunkOwners, number: int, tensor: PlannedTensor) -> Iterator[Owned]:
+    chunks = slice(int(chunk_owners.first[number]), int(chunk_owners.first[number + 1]))
+    geometry = chunk_owners.geometries[number]
+    rows = (chunk_owners.nbytes, chunk_owners.owner, chunk_owners.bundle)
+    pieces = pieces_of(tensor.grid, [held.box for held in tensor.holders])
     numbers = zip(*(row[chunks].tolist() for row in rows), pieces.items(), strict=True)
     for chunk, (nbytes, owner, bundle, (cell, parts)) in enumerate(numbers):
-        sources = [geometry.source(number, piece, owner) for piece in geometry.parts_of(chunk)]
-        yield Owned(spread, cell, parts, nbytes, owner, sources, bundle)
+        sources = [geometry.source(number, piece, owner) for piece in geometry.pieces_of(chunk)]
+        yield Owned(tensor, cell, parts, nbytes, owner, sources, bundle)
 
 
 @settings(deadline=None)
@@ -305,25 +306,27 @@ def test_pieces_tile_every_chunk(case: tuple[Ints, list[Box]], itemsize: int, fi
 
 
 @st.composite
-def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spread:
+def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> PlannedTensor:
     """Return a tensor of small pieces on some ranks that are merged, so no rank holds all of it."""
     shape = (draw(st.integers(3, 40)), 2)
     boxes = cut(shape, (draw(st.integers(3, 6)), 1))
     ranks = draw(st.permutations(range(world_size)))
     grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=1 << 20)
-    return Spread(name, grid, itemsize, [BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
+    return PlannedTensor(
+        name, grid, itemsize, [BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))]
+    )
 
 
 @st.composite
-def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
+def planned_tensors(draw: st.DrawFn) -> tuple[list[PlannedTensor], int]:
     """Return some tensors, each box on some of the ranks. One rank writes those that lie on every rank."""
     world_size = draw(st.integers(1, 6))
     some = st.sets(st.integers(0, world_size - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
-    spreads = []
+    planned = []
     for number in range(draw(st.integers(0, 6))):
         itemsize = draw(sizes)
         if draw(st.booleans()):
-            spreads.append(draw(scattered(f"t{number}", itemsize, world_size)))
+            planned.append(draw(scattered(f"t{number}", itemsize, world_size)))
             continue
         whole = draw(st.booleans())
         shape, boxes = draw(tiled(12))
@@ -337,12 +340,14 @@ def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
             fill_bytes=limit,
             max_chunk_bytes=limit,
         )
-        spreads.append(Spread(f"t{number}", grid, itemsize, [BoxOnRanks(box, draw(some)) for box in boxes], whole))
-    return spreads, world_size
+        planned.append(
+            PlannedTensor(f"t{number}", grid, itemsize, [BoxOnRanks(box, draw(some)) for box in boxes], whole)
+        )
+    return planned, world_size
 
 
 def check_owned(chunk: Owned) -> None:
-    held = chunk.spread.held
+    held = chunk.tensor.holders
     assert 2 * chunk.held[chunk.owner] >= max(chunk.held.values()) or chunk.moves_anyway
     assert len(chunk.sources) == len(chunk.pieces)
     for source, (number, _) in zip(chunk.sources, chunk.pieces, strict=True):
@@ -350,46 +355,47 @@ def check_owned(chunk: Owned) -> None:
         assert source == chunk.owner or chunk.owner not in held[number].ranks
 
 
-def one_and_a_fifth(name: str) -> Spread:
+def one_and_a_fifth(name: str) -> PlannedTensor:
     """Return a chunk of which rank 0 holds all, and rank 1 a fifth."""
     held = [BoxOnRanks(Box((0,), (8,)), (0,)), BoxOnRanks(Box((8,), (2,)), (0, 1))]
-    return Spread(name, Grid((10,), (10,)), 1, held)
+    return PlannedTensor(name, Grid((10,), (10,)), 1, held)
 
 
 @settings(deadline=None)
 @example(([one_and_a_fifth("a"), one_and_a_fifth("b")], 2))
-@given(spread_out())
-def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Spread], int]) -> None:
-    spreads, world_size = case
-    owned = deal(spreads, world_size)
-    expected = [(s.name, index) for s in spreads for index in itertools.product(*map(range, s.grid.counts))]
-    assert sorted((chunk.spread.name, chunk.index) for chunk in owned) == sorted(expected)
+@given(planned_tensors())
+def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[PlannedTensor], int]) -> None:
+    planned, world_size = case
+    owned = choose_owners(planned, world_size)
+    expected = [(s.name, index) for s in planned for index in itertools.product(*map(range, s.grid.counts))]
+    assert sorted((chunk.tensor.name, chunk.index) for chunk in owned) == sorted(expected)
     for chunk in owned:
         check_owned(chunk)
-    for spread in spreads:
-        owners = {chunk.owner for chunk in owned if chunk.spread is spread}
-        assert len(owners) == 1 or not spread.whole
+    for tensor in planned:
+        owners = {chunk.owner for chunk in owned if chunk.tensor is tensor}
+        assert len(owners) == 1 or not tensor.whole
 
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=30), st.data())
 def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
-    spreads = [
-        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
+    planned = [
+        PlannedTensor(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
         for number, (n, chunk) in enumerate(tensors)
     ]
     # Add tensors that only one rank holds.
     alone = data.draw(st.lists(st.integers(0, 2000), min_size=world, max_size=world))
-    spreads += [
-        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [BoxOnRanks(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
+    planned += [
+        PlannedTensor(f"own{r}", Grid((n,), (max(n, 1),)), 4, [BoxOnRanks(Box((0,), (n,)), (r,))])
+        for r, n in enumerate(alone)
     ]
-    owned = deal(spreads, world)
+    owned = choose_owners(planned, world)
     loads = Counter({rank: 0 for rank in everyone})
     for chunk in owned:
         loads[chunk.owner] += chunk.nbytes
     total, fixed = sum(loads.values()), 4 * max(alone)
-    shared = [chunk.nbytes for chunk in owned if not chunk.spread.name.startswith("own")]
+    shared = [chunk.nbytes for chunk in owned if not chunk.tensor.name.startswith("own")]
     # The largest chunk comes first, each to the rank with the fewest bytes. So no rank exceeds the mean by more than
     # one chunk. Small chunks are added to ranks that are less than 1/16 above the mean.
     assert max(loads.values()) <= max(
@@ -399,39 +405,42 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
 
 def test_the_largest_are_dealt_first() -> None:
     sizes = [1, 1, 1, 1, 1, 1, 6, 2, 2, 2, 6]
-    spreads = [
-        Spread(str(k), Grid((n,), (n,)), 4, [BoxOnRanks(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
+    planned = [
+        PlannedTensor(str(k), Grid((n,), (n,)), 4, [BoxOnRanks(Box((0,), (n,)), (0, 1, 2, 3))])
+        for k, n in enumerate(sizes)
     ]
     loads = Counter[int]()
-    for chunk in deal(spreads, 4):
+    for chunk in choose_owners(planned, 4):
         loads[chunk.owner] += chunk.nbytes
     assert sorted(loads.values()) == [24, 24, 24, 24]
 
 
 @settings(max_examples=300, deadline=None)
-@given(spread_out(), st.integers(1, 1500), st.integers(1, 4))
+@given(planned_tensors(), st.integers(1, 1500), st.integers(1, 4))
 def test_columns_hold_what_one_chunk_after_the_other_gives(
-    case: tuple[list[Spread], int], bundle_bytes: int, layers: int
+    case: tuple[list[PlannedTensor], int], bundle_bytes: int, layers: int
 ) -> None:
     """Owners, sources and bundles equal those of ``plan_oracle``, also for many equal layers."""
-    spreads, world_size = case
-    spreads = [dataclasses.replace(s, name=f"{s.name}.{layer}") for layer in range(layers) for s in spreads]
-    expected = plan_oracle.deal(spreads, world_size, bundle_bytes)
-    assert deal(spreads, world_size, bundle_bytes) == expected
-    dealt = dealt_by_us(spreads, world_size)
+    planned, world_size = case
+    planned = [dataclasses.replace(s, name=f"{s.name}.{layer}") for layer in range(layers) for s in planned]
+    expected = plan_oracle.choose_owners(planned, world_size, bundle_bytes)
+    assert choose_owners(planned, world_size, bundle_bytes) == expected
+    chunk_owners = owners_by_us(planned, world_size)
     written = Counter({rank: 0 for rank in range(world_size)})
     for chunk in expected:
         written[chunk.owner] += chunk.nbytes
-    assert dealt.rank_bytes() == [written[rank] for rank in range(world_size)]
-    assert dealt.moved_bytes() == sum(chunk.moved for chunk in expected)
-    assert dealt.merged() == sum(len(chunk.pieces) > 1 for chunk in expected)
+    assert chunk_owners.rank_bytes() == [written[rank] for rank in range(world_size)]
+    assert chunk_owners.moved_bytes() == sum(chunk.moved for chunk in expected)
+    assert chunk_owners.merged() == sum(len(chunk.pieces) > 1 for chunk in expected)
 
 
 @settings(deadline=None)
-@given(spread_out(), st.integers(1, 1500))
-def test_chunks_whose_pieces_move_are_bundled_in_order(case: tuple[list[Spread], int], bundle_bytes: int) -> None:
-    spreads, world_size = case
-    owned = deal(spreads, world_size, bundle_bytes)
+@given(planned_tensors(), st.integers(1, 1500))
+def test_chunks_whose_pieces_move_are_bundled_in_order(
+    case: tuple[list[PlannedTensor], int], bundle_bytes: int
+) -> None:
+    planned, world_size = case
+    owned = choose_owners(planned, world_size, bundle_bytes)
     bundles: defaultdict[int, list[int]] = defaultdict(list)
     for chunk in owned:
         assert (chunk.bundle >= 0) == (chunk.moved > 0)
@@ -515,11 +524,11 @@ def needed(nodes: dict[str, ArrayNode], own: list[tuple[str, Box]]) -> set[Place
     }
 
 
-def places(run: SubchunkRun) -> list[Place]:
+def places(run: SubchunkRange) -> list[Place]:
     return [(run.fqn, run.chunk, number) for number in run.numbers]
 
 
-def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRun) -> int:
+def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRange) -> int:
     return len(run.numbers) * max_stored_subchunk_bytes(nodes[run.fqn])
 
 

@@ -47,8 +47,8 @@ SMALL = {"small": (512, 3, 128, 1024)}
 def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
     """Return the plan of a small model's save, as each rank computes it."""
     with patch.dict(plan_scale.MODELS, SMALL):
-        told = plan_scale.Case("small", layout, ranks).told()
-    return plan_save(gather_state(told), PlanOptions(sizes=Sizes(min_piece=least)))
+        gathered = plan_scale.Case("small", layout, ranks).descriptions()
+    return plan_save(gather_state(gathered), PlanOptions(sizes=Sizes(min_piece=least)))
 
 
 # -- work of each rank
@@ -58,14 +58,14 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
 def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
     """They may differ, and no rank had a mixture of them."""
     entry = DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (1000,), "torch.float32")
-    told = AllDescriptions([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
-    plan = plan_save(gather_state(told), PlanOptions(sizes=Sizes(max_chunk=400)))
-    assert len({*plan.dealt.owner.tolist()}) == (4 if compared else 1)
+    gathered = AllDescriptions([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
+    plan = plan_save(gather_state(gathered), PlanOptions(sizes=Sizes(max_chunk=400)))
+    assert len({*plan.chunk_owners.owner.tolist()}) == (4 if compared else 1)
 
 
 def test_a_plan_is_another_one_where_another_rank_writes() -> None:
     one, other = (_planned("fsdp-tp", 24) for _ in range(2))
-    other.dealt.owner[0] = (other.dealt.owner[0] + 1) % 24
+    other.chunk_owners.owner[0] = (other.chunk_owners.owner[0] + 1) % 24
     assert one.digest == _planned("fsdp-tp", 24).digest != other.digest
 
 
@@ -89,7 +89,7 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
     sent: dict[tuple[int, int, int], list[tuple[str, Box]]] = {}
     received: dict[tuple[int, int, int], list[tuple[str, Box]]] = {}
     for rank in range(ranks):
-        part = plan.part(rank)
+        part = plan.rank_plan(rank)
         documents.update([*part.documents])
         values.update([*part.object_paths])
         chunks = [(-1, chunk) for chunk in part.chunks]
@@ -99,8 +99,8 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
         for number, chunk in chunks:
             written[chunk.fqn, chunk.cell] += 1
             whole = plan.layout.tensors[chunk.fqn].grid.chunk_box(chunk.cell)
-            assert sum(box.size for box, _, _ in chunk.parts) == whole.size
-            for box, item, source in chunk.parts:
+            assert sum(box.size for box, _, _ in chunk.pieces) == whole.size
+            for box, item, source in chunk.pieces:
                 assert intersect(box, whole) == box
                 if item is not None:
                     name, held = part.items[item]
@@ -118,7 +118,7 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
     sizes = {name: math.prod(grid.shape) * 4 for name, grid in grids.items()}
     moved = 4 * sum(box.size for boxes in sent.values() for _, box in boxes)
     # If no divisor of a piece's rows fits subchunks, a few of the rows move to the owner of the next chunk.
-    assert moved == plan.dealt.moved_bytes() and (least is None or moved < 0.005 * sum(sizes.values()))
+    assert moved == plan.chunk_owners.moved_bytes() and (least is None or moved < 0.005 * sum(sizes.values()))
     assert set(written.values()) == {1}
     assert Counter(fqn for fqn, _ in written) == {fqn: grid.num_chunks for fqn, grid in grids.items()}
     assert len(grids) == 4 * 30 and set(values) == {*plan_scale.VALUES} and set(values.values()) == {1}
@@ -129,8 +129,8 @@ def test_every_process_computes_the_same(tmp_path: Path) -> None:
     """No result depends on the order of a set, or on a hash."""
     program = (
         "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); "
-        "plan = plan_save(gather_state(case.told()), PlanOptions()); "
-        "print([*map(bytes.hex, [d.digest for d in case.told().descriptions])], plan.digest.hex())"
+        "plan = plan_save(gather_state(case.descriptions()), PlanOptions()); "
+        "print([*map(bytes.hex, [d.digest for d in case.descriptions().descriptions])], plan.digest.hex())"
     )
     root = Path(plan_scale.__file__).parents[1]
     found = {
@@ -152,11 +152,11 @@ def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
     sizes = []
     for ranks in (8, 1024):
         with patch.dict(plan_scale.MODELS, SMALL):
-            told: AllDescriptions = plan_scale.Case("small", "fsdp-tp", ranks).told()
-        layout = plan_save(gather_state(told), PlanOptions()).layout
+            gathered: AllDescriptions = plan_scale.Case("small", "fsdp-tp", ranks).descriptions()
+        layout = plan_save(gather_state(gathered), PlanOptions()).layout
         document = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size).to_bytes()
-        sizes.append((len(told.descriptions[0].packed), len(document)))
-        assert len(told.descriptions) == 1
+        sizes.append((len(gathered.descriptions[0].packed), len(document)))
+        assert len(gathered.descriptions) == 1
     few, many = sizes
     # The shapes of chunks are other numbers, but not more numbers. A mesh names its ranks.
     assert few[1] * 0.95 < many[1] < few[1] * 1.05 and many[0] < few[0] + 4 * 1024

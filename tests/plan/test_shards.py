@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zarrckpt._plan.shards import Cut, CutMesh, LocalBox, held_boxes, mesh_boxes
+from zarrckpt._plan.shards import Cut, LocalBox, held_boxes, mesh_boxes
 
 Ints = tuple[int, ...]
 
@@ -86,4 +86,4 @@ def test_what_all_places_of_a_mesh_hold(shape: Ints, mesh: Ints, data: st.DataOb
         tuple(held.box for held in held_boxes(shape, mesh, place, cuts))
         for place in itertools.product(*map(range, mesh))
     ]
-    assert mesh_boxes(shape, CutMesh(mesh, cuts)) == expected
+    assert mesh_boxes(shape, mesh, cuts) == expected

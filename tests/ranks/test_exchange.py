@@ -262,7 +262,7 @@ def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
 
 def _slow_puts(seconds: float) -> Any:
     def slow_put(store: LocalStore, key: Any, groups: Any, put: Callable[..., None] = LocalStore.put_parts) -> None:
-        time.sleep(seconds if "/c." in key() else 0)
+        time.sleep(seconds if "/c." in key else 0)
         put(store, key, groups)
 
     return patch.object(LocalStore, "put_parts", slow_put)
@@ -475,7 +475,7 @@ def _fault(what: str) -> Any:
 
     def put(store: LocalStore, key: Any, groups: Any, real: Any = LocalStore.put_parts) -> None:
         # Fail permanently after three chunks, when some bundles are written.
-        if "/c." in key() and next(chunks) >= 3:
+        if "/c." in key and next(chunks) >= 3:
             fail()
         real(store, key, groups)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt._plan.plan import SavePlan
-from zarrckpt._save.run import RankSave
+from zarrckpt._save.steps import RankSave
 from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
@@ -61,7 +61,7 @@ def before(cls: type, name: str, act: Callable[[], None]) -> Iterator[None]:
 
 STEPS: dict[str, tuple[type, str]] = {
     "describe": (LocalState, "from_user_state"),
-    "plan": (SavePlan, "part"),
+    "plan": (SavePlan, "rank_plan"),
     "write": (RankSave, "write"),
     "finish": (RankSave, "finish"),
     "commit": (RankSave, "commit"),
@@ -159,8 +159,8 @@ def test_ranks_with_other_plans_are_named_before_anything_is_written(tmp_path: P
 
 
 def _written_twice(url: str) -> None:
-    part = SavePlan.part
-    with patch.object(SavePlan, "part", lambda plan, rank: part(plan, 0)):
+    part = SavePlan.rank_plan
+    with patch.object(SavePlan, "rank_plan", lambda plan, rank: part(plan, 0)):
         # Not durable: a rank could sync the file by its name just when the other one has unlinked it to write it again.
         zarrckpt.save({"written_twice": torch.ones(3)}, url, options=zarrckpt.SaveOptions(durable=False))
 
@@ -173,8 +173,8 @@ def test_a_chunk_that_two_ranks_write_is_named(tmp_path: Path) -> None:
 
 
 def _not_written(url: str) -> None:
-    part = SavePlan.part
-    with patch.object(SavePlan, "part", lambda plan, rank: replace(part(plan, rank), object_paths={})):
+    part = SavePlan.rank_plan
+    with patch.object(SavePlan, "rank_plan", lambda plan, rank: replace(part(plan, rank), object_paths={})):
         zarrckpt.save({"not_written": 1, "w": torch.ones(3)}, url)
 
 

@@ -23,17 +23,16 @@ from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.state_path import DICT, LIST, StatePath
-from zarrckpt._load.object_match import Findings
+from zarrckpt._load.coverage import Findings
 from zarrckpt._plan import description
-from zarrckpt._plan.all_descriptions import Asked
+from zarrckpt._plan.all_descriptions import DescriptionRequest
 from zarrckpt._plan.description import DescribedEntry, Description, ParameterGroup
 from zarrckpt._plan.plan import PlanOptions, Sizes
 from zarrckpt._plan.shards import Cut, Sharding
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import Chosen
-from zarrckpt._save.agree import _Begun, _Checked, _Compare
-from zarrckpt._save.run import AttemptName
+from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
 from zarrckpt._save.write import ArrayResult, ObjectResult
 
 ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
@@ -47,10 +46,10 @@ RECORDS = [
     ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", True, False),
     Sharding((0, 1), (2,), (Cut(0), None)),
     PlanOptions(Blosc(), Sizes(min_piece=1)),
-    Asked(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
-    _Begun(AttemptName(ID, f"@{ID}", "", "host")),
-    _Compare(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
-    _Checked(b"plan", b"", {("w", None): b"digest"}),
+    DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
+    _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host")),
+    _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
+    _PlanDigests(b"plan", b"", {("w", None): b"digest"}),
     ArrayResult(np.arange(3), np.arange(6, dtype="<u4"), np.zeros(0, "<u4"), 24),
     ObjectResult(value=ValueEntry("v", {"$tuple": [1, "\ud800", [2.5, None, True]]})),
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
@@ -162,7 +161,7 @@ def tree(text: str, raw: bytes = b"") -> bytes:
         tree('["StatePath","set",null,null,"a"]'),
         tree('["StatePath","dict",1,null,"a"]'),
         tree('["Chosen","../other",1,["t"],false]'),
-        tree(f'["AttemptName","{ID}","@../..","","host"]'),
+        tree(f'["SentAttempt","{ID}","@../..","","host"]'),
     ],
     ids=lambda data: repr(data[4:40]),
 )

@@ -1,17 +1,15 @@
-"""A single process begins its attempt while it makes its first chunks: the order of puts, and the errors raised."""
+"""The begin of an attempt: the order of puts, and the errors raised."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness.s3_stub import S3Stub
 
 import zarrckpt
-from zarrckpt._commit import attempts, chunks
 from zarrckpt._jobs import in_thread
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -42,38 +40,6 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
         assert keys[-1] == "zarr.json"
 
 
-def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, made = s3_stub.bucket(), threading.Event()
-    begin, new_encoder = attempts.begin, chunks.ChunkEncoder
-
-    def late(*args: Any, **kwargs: Any) -> attempts.Attempt:
-        assert made.wait(60)
-        return begin(*args, **kwargs)
-
-    def making(*args: Any) -> Any:
-        made.set()
-        return new_encoder(*args)
-
-    monkeypatch.setattr(attempts, "begin", late)
-    monkeypatch.setattr(chunks, "ChunkEncoder", making)
-    zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
-    found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
-    assert found["weights.w3"][:].tolist() == [number + 3.0 for number in range(1000)]
-
-
-def test_a_save_of_values_alone_waits_for_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = attempts.begin
-
-    def late(*args: Any, **kwargs: Any) -> attempts.Attempt:
-        threading.Event().wait(0.3)
-        return begin(*args, **kwargs)
-
-    monkeypatch.setattr(attempts, "begin", late)
-    # No folder above it exists, and no chunk waits for one.
-    zarrckpt.save({"step": 7}, tmp_path / "runs" / "one" / "step-7")
-    assert zarrckpt.open(tmp_path / "runs" / "one" / "step-7")["step"] == 7
-
-
 def test_a_checkpoint_that_exists_stops_a_save_before_its_first_put(s3_stub: S3Stub) -> None:
     place = s3_stub.bucket()
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
@@ -96,18 +62,7 @@ def test_a_marker_that_fails_is_no_lost_race(tmp_path: Path) -> None:
     assert zarrckpt.open(tmp_path / "run")["step"] == 7
 
 
-def test_a_value_that_cannot_be_saved_waits_for_the_begin(s3_stub: S3Stub) -> None:
-    place = s3_stub.bucket()
-    for _ in range(2):
-        with pytest.raises(zarrckpt.UnsupportedValueError):
-            zarrckpt.save({**STATE, "bad": lambda: 0}, place.url("run"), storage_options=place.storage_options)
-        asked = len(s3_stub.requests)
-        threading.Event().wait(0.2)
-        # No request is made after the call has ended.
-        assert len(s3_stub.requests) == asked
-
-
-def test_a_call_beside_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_thread_works_without_a_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

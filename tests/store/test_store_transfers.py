@@ -192,8 +192,8 @@ def test_few_objects_are_made_at_once_beside_training(nbytes: int) -> None:
     with served() as server:
         store = store_of(server, concurrency=8)
         store.beside_training = True
-        at_once(store, lambda number: store.put_parts(lambda: f"{number}", groups), 16)
+        at_once(store, lambda number: store.put_parts(f"{number}", groups), 16)
         assert most == BESIDE_TRAINING
         store.beside_training = False
-        at_once(store, lambda number: store.put_parts(lambda: f"{number}", groups), 16)
+        at_once(store, lambda number: store.put_parts(f"{number}", groups), 16)
         assert most == min(4, os.cpu_count() or 1)

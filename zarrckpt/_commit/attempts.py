@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -166,16 +166,16 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
 
 
 @contextmanager
-def report_lost_commit(store: Store, begun: Callable[[], AttemptIds]) -> Iterator[None]:
+def report_lost_commit(store: Store, attempt: AttemptIds) -> Iterator[None]:
     """Raise CheckpointExistsError instead of StorageError if another save has committed since the attempt began.
 
-    The clean-up of that save deletes the objects of other attempts, which may still be writing. ``begun`` returns the
-    attempt, and raises the error if begin failed. One request, after a failure only.
+    The clean-up of that save deletes the objects of other attempts, which may still be writing. One request, after a
+    failure only.
     """
     try:
         yield
     except StorageError as err:
-        attempt, winner = begun(), _read_winner(store)
+        winner = _read_winner(store)
         if winner is None or winner.save_id == attempt.base_id or _is_in(attempt, winner):
             raise
         raise _lost_error(store, attempt, winner) from err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from zarrckpt._format.chunk_codec import ChunkEncoder, Elements, encode_chunk
@@ -14,13 +14,8 @@ from zarrckpt._jobs import BytesBudget
 from zarrckpt._store import Buffer, Store
 
 
-def put_chunk(
-    store: Store, key: Callable[[], str], node: ArrayNode, elements: Elements, memory: BytesBudget
-) -> ChunkEncoder:
-    """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes.
-
-    ``key`` returns the key. It is called once, when the key is needed, and may block.
-    """
+def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, memory: BytesBudget) -> ChunkEncoder:
+    """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes."""
     encoder: ChunkEncoder | None = None
     with ExitStack() as held:
 

@@ -34,7 +34,7 @@ from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refuse_expanded
 from zarrckpt._ranks.torch_private import checkpoint_offset, without_data
-from zarrckpt._state.local_boxes import HeldPieces
+from zarrckpt._state.local_boxes import SeparateBoxes
 from zarrckpt._store._regular_files import read_regular
 
 METADATA = ".metadata"
@@ -92,7 +92,7 @@ class DcpFolder:
             for box in entry.chunks
             if 0 not in box.sizes
         ]
-        return HeldPieces(tuple(entry.size), entry.properties.dtype, pieces)
+        return SeparateBoxes(tuple(entry.size), entry.properties.dtype, pieces)
 
     def _value(self, fqn: str) -> Any:
         with self._reading(fqn, MetadataIndex(fqn)) as (file, info):

@@ -32,12 +32,12 @@ from zarrckpt._dcp.items import notes_of, resolves_as_dcp
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._load.match import Match, Saved
+from zarrckpt._load.match import StateMatch
 from zarrckpt._ranks.group import in_use
 from zarrckpt._state.flatten import flatten
-from zarrckpt._state.local_boxes import HeldTensor, held_of
+from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
 from zarrckpt._state.local_state import refuse_unsaveable
-from zarrckpt._state.optimizers import SavedTensor
+from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 
 
 class ZarrSavePlanner(DefaultSavePlanner):
@@ -59,8 +59,8 @@ class ZarrSavePlanner(DefaultSavePlanner):
         flat, paths = flatten(state_dict)
         refuse_unsaveable(flat)
         self.mappings = dict(paths)
-        held = {fqn: held_of(fqn, leaf) for fqn, leaf in flat.items()}
-        self.state_dict = {fqn: DcpTensor(leaf) if isinstance(leaf, HeldTensor) else leaf for fqn, leaf in held.items()}
+        held = {fqn: to_local_boxes(fqn, leaf) for fqn, leaf in flat.items()}
+        self.state_dict = {fqn: DcpTensor(leaf) if isinstance(leaf, LocalBoxes) else leaf for fqn, leaf in held.items()}
         self.is_coordinator = is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -93,7 +93,7 @@ def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None
     if not isinstance(leaf, DcpTensor):
         return None
     assert index.offset is not None
-    return leaf.held.piece(tuple(index.offset))
+    return leaf.held.tensor_at(tuple(index.offset))
 
 
 class ZarrLoadPlanner(DefaultLoadPlanner):
@@ -124,14 +124,14 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self._values = {}
-        self._match = match = Match(
+        self._match = match = StateMatch(
             _saved(metadata), state_dict, strict=not self.allow_partial_load, allow_cast=self.allow_cast
         )
         self.loaded, self.missing, self.unexpected = match.loaded, match.missing, match.unexpected
         match.check()
         self.mappings: dict[str, Any] = match.paths
         self.state_dict = {
-            fqn: DcpTensor(leaf) if isinstance(leaf, HeldTensor) else leaf for fqn, leaf in match.leaves.items()
+            fqn: DcpTensor(leaf) if isinstance(leaf, LocalBoxes) else leaf for fqn, leaf in match.leaves.items()
         }
 
     def create_local_plan(self) -> LoadPlan:
@@ -164,20 +164,20 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self._match.finish(self._values)
 
 
-def _saved(metadata: Metadata) -> Saved:
+def _saved(metadata: Metadata) -> SavedEntries:
     entries = {
         fqn: SavedTensor(tuple(entry.size), entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
         else None
         for fqn, entry in metadata.state_dict_metadata.items()
     }
-    return Saved(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries})
+    return SavedEntries(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries})
 
 
 class DcpTensor:
     """Replaces a sharded tensor in a planner's flat state. DCP gets write items and boxes from it."""
 
-    def __init__(self, held: HeldTensor) -> None:
+    def __init__(self, held: LocalBoxes) -> None:
         self.held = held
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:

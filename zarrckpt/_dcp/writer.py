@@ -28,9 +28,9 @@ from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.torch_private import sent_plans
-from zarrckpt._save.agree import differing_parts, warn_of
+from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import AttemptName, RankSave
+from zarrckpt._save.steps import RankSave
 from zarrckpt._store import Url
 
 
@@ -38,8 +38,8 @@ from zarrckpt._store import Url
 class _SaveTask:
     """The data that the coordinator sends to each rank with its plan."""
 
-    part: RankPlan
-    attempt: AttemptName
+    rank_plan: RankPlan
+    attempt: SentAttempt
     channel: ChannelName | None
 
 
@@ -166,7 +166,7 @@ class ZarrStorageWriter(StorageWriter):
         self._alone = len(members) == 1
         name = self._save.begin(planned.layout)
         channel = ChannelName.new(members) if planned.moves else None
-        tasks = [_SaveTask(planned.part(rank), name, channel) for rank in range(len(plans))]
+        tasks = [_SaveTask(planned.rank_plan(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     # -- all ranks
@@ -184,7 +184,7 @@ class ZarrStorageWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         try:
             with pieces_connected(task.channel) as channel:
-                results = save.write(lambda: task.attempt, task.part, source, channel, lambda: None)
+                results = save.write(task.attempt, task.rank_plan, source, channel, lambda: None)
         except PeerLost as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])
             return future

@@ -85,6 +85,10 @@ class StatePath(tuple[str | int, ...]):
         """The flat name of this entry in DCP."""
         return ".".join(map(str, self))
 
+    def stem(self, depth: int) -> str:
+        """Return the flat name of the container at a depth."""
+        return ".".join(map(str, self[:depth]))
+
     def with_rank(self, rank: object) -> StatePath:
         """Return the path with this key instead of the rank's number."""
         assert self.rank_at is not None

@@ -13,7 +13,7 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import subchunks_in
-from zarrckpt._state.local_state import listed
+from zarrckpt._state.local_state import format_lines
 from zarrckpt._state.tensors import raw_view
 
 _EXACT_STEPS = 100_000
@@ -47,9 +47,10 @@ def separate_targets(
 def refuse_conflicts(conflicts: Sequence[Sequence[str]]) -> None:
     """Raise KeyMismatchError with the targets that share memory and cannot be filled, if there are any."""
     if conflicts:
+        shown = format_lines([" and ".join(map(repr, group)) for group in conflicts])
         raise KeyMismatchError(
             f"{len(conflicts)} groups of targets share memory, and their contents in the checkpoint differ or are too "
-            f"large to compare. Nothing was loaded:{listed([' and '.join(map(repr, group)) for group in conflicts])}\n"
+            f"large to compare. Nothing was loaded:{shown}\n"
             "clone() one tensor of each group in the state, or leave one out, for example with keys=[...]"
         )
 
@@ -58,19 +59,19 @@ def refuse_conflicts(conflicts: Sequence[Sequence[str]]) -> None:
 
 
 class _View(NamedTuple):
-    """The memory of a tensor: a run of bytes that is repeated along some dimensions."""
+    """The memory of a tensor: contiguous bytes, repeated along some dimensions."""
 
     number: int
     """The index of the tensor in the list of tensors."""
     start: int
     dims: tuple[tuple[int, int], ...]
     """The stride in bytes and the number of repetitions of each dimension, largest stride first."""
-    run: int
+    nbytes: int
     """The number of contiguous bytes."""
 
     @property
     def end(self) -> int:
-        return self.start + sum(stride * (n - 1) for stride, n in self.dims) + self.run
+        return self.start + sum(stride * (n - 1) for stride, n in self.dims) + self.nbytes
 
 
 def _find_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -96,10 +97,10 @@ def _view_of(index: int, tensor: torch.Tensor) -> tuple[object, _View]:
     if tensor.is_contiguous():
         return space, _View(index, address, (), tensor.numel() * size)
     dims = sorted((stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    run = size
-    while dims and dims[0][0] == run:
-        run *= dims.pop(0)[1]
-    return space, _View(index, address, tuple(reversed(dims)), run)
+    nbytes = size
+    while dims and dims[0][0] == nbytes:
+        nbytes *= dims.pop(0)[1]
+    return space, _View(index, address, tuple(reversed(dims)), nbytes)
 
 
 def _clusters(views: list[_View]) -> Iterator[list[_View]]:
@@ -172,7 +173,7 @@ class _Interface:
 
 def _as_array(view: _View) -> np.ndarray[Any, Any]:
     """Return an array at the view's addresses for ``np.shares_memory``. Its memory is never read."""
-    dims = [*view.dims, (1, view.run)]
+    dims = [*view.dims, (1, view.nbytes)]
     strides, shape = zip(*dims, strict=True)
     interface = {"version": 3, "typestr": "|u1", "data": (view.start, True), "shape": shape, "strides": strides}
     return np.asarray(_Interface(interface))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -13,18 +13,17 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._jobs import BytesBudget, Progress, in_thread, run_jobs
-from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, overlap_bytes
+from zarrckpt._jobs import Progress, in_thread, run_jobs
+from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRange, overlap_bytes
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import (
-    ChunkPart,
     Job,
-    StoredArray,
+    StoredSubchunks,
     fetch,
     fetched,
-    runs_of,
+    request_ranges,
     subchunks_in,
     unpacked,
     unpacking_bytes,
@@ -46,44 +45,17 @@ class TensorTarget:
 
 
 class _Target:
-    """One target as memory: the tensor's memory if it is raw CPU memory, otherwise a buffer that is copied to it."""
+    """A tensor to fill: its memory if that is raw CPU memory, otherwise an adapter that copies to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
-        self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
-        self._catalog = catalog
-        self._node = catalog.root.tensors[self.fqn]
-        self._tensor = target.tensor
-        if (fault := target_fault(self._tensor)) is not None:
-            raise KeyMismatchError(f"{self.fqn!r} {fault}")
+        self.box, self.finish, self.device = target.box, target.filled, target.tensor.device
+        if (fault := target_fault(target.tensor)) is not None:
+            raise KeyMismatchError(f"{target.fqn!r} {fault}")
+        node = catalog.root.tensors[target.fqn]
+        self.nbytes = target.box.size * node.dtype.itemsize
+        dtype, tensor = torch_dtype(node), target.tensor.detach()
         # Computed once, because each torch call releases the GIL and then waits until other threads release it.
-        self._memory = self._raw_memory()
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * self._node.dtype.itemsize
-
-    @property
-    def memory(self) -> Target:
-        """The memory that receives the elements of the box."""
-        return self._memory
-
-    def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
-        """Return the jobs that fill this target from a chunk. No other target of this rank may need the chunk."""
-        return self._stored.chunk_jobs(chunk, self.box, self._memory, memory)
-
-    @cached_property
-    def _stored(self) -> StoredArray:
-        # Computed once, and not before the first read, because the tables cost a request.
-        return self._catalog.stored(self._node)
-
-    def _raw_memory(self) -> Target:
-        dtype = torch_dtype(self._node)
-        tensor = self._tensor.detach()
-        return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
+        self.memory: Target = raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
 
 
 class TensorReads:
@@ -123,7 +95,7 @@ class TensorReads:
 
         Raises CorruptCheckpointError with the array and the key.
         """
-        self._run(self._own_jobs())
+        self._run_jobs(self._own_jobs())
         for target in self._all():
             target.finish()
 
@@ -142,25 +114,28 @@ class TensorReads:
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):
                     wanting.setdefault(chunk, []).append(target)
+            if not wanting:
+                continue
+            stored = self._catalog.stored(node)
             for chunk, those in wanting.items():
                 if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
-                    for job in those[0].jobs(chunk, self._memory):
-                        yield partial(self._counted, job)
+                    for job in stored.chunk_jobs(chunk, those[0].box, those[0].memory, self._memory):
+                        yield partial(self._count_job, job)
                     continue
                 needing: dict[int, list[_Target]] = {}
                 for target in those:
                     delivered = self._delivered.get((fqn, chunk, target.box), set())
                     for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
                         needing.setdefault(number, []).append(target)
-                for numbers in runs_of(node, sorted(needing), self._memory):
-                    yield partial(self._read_run, SubchunkRun(fqn, chunk, numbers), needing)
+                for numbers in request_ranges(node, sorted(needing), self._memory):
+                    yield partial(self._read_range, SubchunkRange(fqn, chunk, numbers), needing)
 
-    def _counted(self, job: Job) -> None:
+    def _count_job(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_run(self, run: SubchunkRun, needing: dict[int, list[_Target]]) -> None:
+    def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_Target]]) -> None:
         """Fetch consecutive subchunks, and copy each to the targets that need it."""
-        part = self._part(run)
+        part = self._part(subchunks)
         with fetched(part, self._memory) as (stored, scratch):
             self._count(len(stored), 0)
             for number, one in part.each(stored):
@@ -168,11 +143,11 @@ class TensorReads:
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
-    def _part(self, run: SubchunkRun) -> ChunkPart:
-        array = self._catalog.stored(self._catalog.root.tensors[run.fqn])
-        return ChunkPart(array, run.chunk, run.numbers, array.table(run.chunk))
+    def _part(self, subchunks: SubchunkRange) -> StoredSubchunks:
+        array = self._catalog.stored(self._catalog.root.tensors[subchunks.fqn])
+        return StoredSubchunks(array, subchunks.chunk, subchunks.numbers, array.table(subchunks.chunk))
 
-    def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
+    def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _Target) -> None:
         self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
 
     def _count(self, fetched: int, filled: int) -> None:
@@ -186,21 +161,21 @@ class TensorReads:
     # -- together with other ranks
 
     def share(self, shares: Shares, channel: Channel) -> None:
-        """Fetch and send the runs that other ranks need, and receive those that other ranks fetched, round by round.
+        """Fetch and send the ranges that other ranks need, and receive those that other ranks fetched, round by round.
 
-        While the messages of a round are sent, the runs of the next round are fetched. Raises PeerLost. :meth:`read`
+        While the messages of a round are sent, the ranges of the next round are fetched. Raises PeerLost. :meth:`read`
         does not read the delivered subchunks again.
         """
         steps = [*shares.values()]
-        stored = self._fetched(steps[0] if steps else None)
+        stored = self._fetch_ranges(steps[0] if steps else None)
         for index, step in enumerate(steps):
             if self._stopped:
                 raise StoppedByOthers
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
-            self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
+            self._run_jobs(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
             following = steps[index + 1] if index + 1 < len(steps) else None
-            with in_thread(partial(self._fetched, following), at_once=following is None) as stored_next:
+            with in_thread(partial(self._fetch_ranges, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))
                 sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
                 sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
@@ -209,42 +184,45 @@ class TensorReads:
                 received = [handle.wait() for handle in receives]
                 for handle in handles:
                     handle.wait()
-                self._run(partial(self._receive, *row) for row in zip(step.receives, received, strict=True))
+                self._run_jobs(partial(self._receive, *row) for row in zip(step.receives, received, strict=True))
                 stored = stored_next()
 
-    def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
+    def _run_jobs(self, jobs: Iterable[Callable[[], None]]) -> None:
         run_jobs(jobs, self._catalog.store.useful_concurrency)
 
-    def _fetched(self, step: ShareRound | None) -> dict[SubchunkRun, RawArray]:
-        """Fetch and return the runs of a round. None stands for the end, and returns an empty dict."""
+    def _fetch_ranges(self, step: ShareRound | None) -> dict[SubchunkRange, RawArray]:
+        """Fetch and return the ranges of a round. None stands for the end, and returns an empty dict."""
         reads = [] if step is None else step.reads
 
-        def one(run: SubchunkRun) -> RawArray:
+        def one(subchunks: SubchunkRange) -> RawArray:
             if self._stopped:
                 raise StoppedByOthers
-            stored = fetch(self._part(run))
+            stored = fetch(self._part(subchunks))
             self._count(len(stored), 0)
             return stored
 
-        found = run_jobs((partial(one, run) for run in reads), self._catalog.store.useful_concurrency)
+        found = run_jobs((partial(one, subchunks) for subchunks in reads), self._catalog.store.useful_concurrency)
         return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:
         """Return the size in bytes of each part of a message."""
         nodes = self._catalog.root.tensors
-        return [overlap_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
+        return [
+            overlap_bytes(nodes[subchunks.fqn], subchunks.chunk, subchunks.numbers, box)
+            for subchunks, box in message.parts
+        ]
 
-    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[SubchunkRun, list[_Pack]]:
-        """Return the boxes of other ranks by run, each with its memory in the messages to send."""
-        packs: dict[SubchunkRun, list[_Pack]] = {}
+    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[SubchunkRange, list[_Pack]]:
+        """Return the boxes of other ranks by range, each with its memory in the messages to send."""
+        packs: dict[SubchunkRange, list[_Pack]] = {}
         for message, data in zip(step.sends, messages, strict=True):
-            for (run, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
-                packs.setdefault(run, []).append((box, out))
+            for (subchunks, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+                packs.setdefault(subchunks, []).append((box, out))
         return packs
 
-    def _unpack(self, run: SubchunkRun, stored: RawArray, packs: Sequence[_Pack]) -> None:
-        """Check a run that this rank fetched, copy it to this rank's targets, and pack the elements for other ranks."""
-        part, targets = self._part(run), self._targets.get(run.fqn, [])
+    def _unpack(self, subchunks: SubchunkRange, stored: RawArray, packs: Sequence[_Pack]) -> None:
+        """Check a range that this rank fetched, copy it to its targets, and pack the elements for other ranks."""
+        part, targets = self._part(subchunks), self._targets.get(subchunks.fqn, [])
         begins = [0] * len(packs)
         with self._memory.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
@@ -259,7 +237,7 @@ class TensorReads:
                         cells = _as_elements(part, out[begin : begins[index]], shared)
                         copy_shared(part.node, part.chunk, number, elements, shared, cells)
         for target in targets:
-            self._note(run, target.box)
+            self._note(subchunks, target.box)
 
     def _receive(self, message: SharedMessage, data: RawArray) -> None:
         """Copy the elements of a message to the targets. If the message was altered, warn and copy nothing."""
@@ -270,10 +248,10 @@ class TensorReads:
                 "elements are read from the store instead"
             )
             return
-        for (run, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
-            part, begin = self._part(run), 0
-            targets = [target for target in self._targets.get(run.fqn, ()) if target.box == box]
-            for number in run.numbers:
+        for (subchunks, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+            part, begin = self._part(subchunks), 0
+            targets = [target for target in self._targets.get(subchunks.fqn, ()) if target.box == box]
+            for number in subchunks.numbers:
                 shared = intersect(elements_of(part.node, part.chunk, number), box)
                 if shared is None:
                     continue
@@ -282,17 +260,17 @@ class TensorReads:
                     target.memory[shared.region(box.offset)] = _as_elements(part, packed[begin:end], shared)
                     self._count(0, end - begin)
                 begin = end
-            self._note(run, box)
+            self._note(subchunks, box)
 
-    def _note(self, run: SubchunkRun, box: Box) -> None:
-        """Record that a box has its elements of a run."""
+    def _note(self, subchunks: SubchunkRange, box: Box) -> None:
+        """Record that a box has its elements of a range."""
         with self._lock:
-            self._delivered.setdefault((run.fqn, run.chunk, box), set()).update(run.numbers)
+            self._delivered.setdefault((subchunks.fqn, subchunks.chunk, box), set()).update(subchunks.numbers)
 
 
 _Pack = tuple[Box, RawArray]
-"""A box that another rank fills, and the memory in the message for the overlap of the box with a run."""
+"""A box that another rank fills, and the memory in the message for the overlap of the box with a range."""
 
 
-def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
+def _as_elements(part: StoredSubchunks, data: RawArray, box: Box) -> RawArray:
     return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)

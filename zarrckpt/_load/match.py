@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,14 +11,14 @@ from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValue
 from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import did_you_mean
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._load.containers import move_path, rebuild
 from zarrckpt._load.fill import TensorTarget
-from zarrckpt._load.whole import Roots, rebuilt, rooted
-from zarrckpt._state import objects
+from zarrckpt._load.whole import RebuiltContainers
 from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
-from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of, local_tensors
-from zarrckpt._state.local_state import PER_RANK, listed
-from zarrckpt._state.optimizers import SavedTensor
-from zarrckpt._state.per_rank import PerRank
+from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors, to_local_boxes
+from zarrckpt._state.local_state import PER_RANK, format_lines
+from zarrckpt._state.per_rank import PerRank, PerRankSources
+from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 from zarrckpt._state.tensors import plain_tensor, target_fault
 from zarrckpt._state.torch_kinds import is_dtensor
 
@@ -34,22 +33,8 @@ _STEPS = {
 """The next step for each kind of difference, by a text in its description."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The entries of a checkpoint in stored order, with their paths. An entry that is no tensor is None."""
-
-    entries: Mapping[str, SavedTensor | None]
-    paths: Mapping[str, StatePath]
-    value: Callable[[str], object] = lambda fqn: None
-    """Reads an entry that is not a tensor."""
-    stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The names of renamed entries in the checkpoint, by new name."""
-    parameters: Mapping[objects.Levels, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    """The new names of each optimizer's renamed parameters by old name, by the keys of the optimizer in the state."""
-
-
-class Match:
-    """The targets of one rank and their entries in the checkpoint.
+class StateMatch:
+    """The targets of one rank in a state without objects, and their entries in the checkpoint.
 
     Non-tensor targets are replaced by the saved values or containers. Tensor targets are filled in place.
 
@@ -58,24 +43,25 @@ class Match:
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
         select: called with each flat name. Targets for which it returns false are unchanged.
         closed: flat names of dicts that load nothing if they are empty.
-        roots: containers that get the entries that they lack (default: none).
-        mine: given names in the checkpoint, returns those that do not belong to another rank.
+        containers: containers that get the entries that they lack (default: none).
+        sources: the rank whose state each PerRank loads. Entries of other ranks need no target.
     """
 
     def __init__(
         self,
-        saved: Saved,
+        saved: SavedEntries,
         state: Any,
         *,
         strict: bool = True,
         allow_cast: bool = False,
         select: Callable[[str], bool] = lambda fqn: True,
         closed: Collection[str] = (),
-        roots: Roots | None = None,
-        mine: Callable[[Iterable[str]], Iterable[str]] = lambda names: names,
+        containers: RebuiltContainers | None = None,
+        sources: PerRankSources | None = None,
     ) -> None:
         self._state = state
-        self.roots = roots = roots or Roots({})
+        sources = sources or PerRankSources({})
+        self.containers = containers = containers or RebuiltContainers({}, sources=sources)
         self._strict, self._allow_cast = strict, allow_cast
         entries = self._entries = saved.entries
         flat, paths = flatten(state)
@@ -87,15 +73,19 @@ class Match:
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
-        roots.fit(flat, paths, selected, entries, mine(filter(select, entries)), saved.paths)
+        requested = sources.without_others(filter(select, entries))
+        containers.fit(flat, paths, selected, entries, requested, saved.paths)
         self.missing = sorted(selected.keys() - entries.keys())
-        self.unexpected = sorted(filter(select, entries.keys() - flat.keys() - selected.keys()))
+        """The names of targets that the checkpoint lacks."""
+        self.unexpected = sorted({*requested} - flat.keys() - selected.keys())
+        """The names in the checkpoint that have no target on this rank."""
         self.loaded = sorted(selected.keys() & entries.keys())
+        """The names in the checkpoint that have a target on this rank."""
         self._selected = selected
-        self.paths = {fqn: roots.added.get(fqn) or paths[fqn] for fqn in self.loaded}
+        self.paths = {fqn: containers.added.get(fqn) or paths[fqn] for fqn in self.loaded}
         """The path in the state of each loaded entry."""
         self.leaves: dict[str, Any] = {}
-        """The target of each entry by flat name, after :meth:`check`. For a sharded tensor, the parts of this rank."""
+        """The target of each entry by flat name, after :meth:`check`. For a sharded tensor, this rank's boxes."""
 
     def check(self, required: Callable[[str], bool] = lambda fqn: False) -> None:
         """Raise KeyMismatchError with all differences between targets and entries.
@@ -105,17 +95,17 @@ class Match:
         """
         self._refuse({fqn: self._selected[fqn] for fqn in self.loaded}, required)
         for fqn in self.loaded:
-            self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
+            self.leaves[fqn] = to_local_boxes(fqn, self._target(fqn, self._selected[fqn]))
 
     def take(self, names: Iterable[str]) -> None:
-        """Add offered entries of :attr:`roots` to the entries to load. Call it after :meth:`check`."""
-        for fqn, path in self.roots.take(names).items():
+        """Add offered entries of :attr:`containers` to the entries to load. Call it after :meth:`check`."""
+        for fqn, path in self.containers.take(names).items():
             self._selected[fqn], self.paths[fqn] = None, path
             self.leaves[fqn] = self._target(fqn, None)
         self.loaded = sorted(self.leaves)
         self.unexpected = [fqn for fqn in self.unexpected if fqn not in self._selected]
 
-    def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: Saved) -> None:
+    def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: SavedEntries) -> None:
         """Replace non-tensor targets that have a subtree in the checkpoint by the entries of this subtree."""
         absent = {fqn for fqn in selected if fqn not in self._entries and not isinstance(selected[fqn], torch.Tensor)}
         self._subtrees: dict[str, StatePath] = {}
@@ -125,8 +115,8 @@ class Match:
         for fqn in self._entries:
             path = saved.paths[fqn]
             for depth in range(1, len(path)):
-                stem = ".".join(map(str, path[:depth]))
-                if stem in absent and (own := rooted(path, stem, paths[stem])) is not None:
+                stem = path.stem(depth)
+                if stem in absent and (own := move_path(path, stem, paths[stem])) is not None:
                     self._subtrees[stem] = paths[stem]
                     self._stem_of[fqn] = stem
                     selected[fqn] = None
@@ -140,13 +130,13 @@ class Match:
         copied: set[tuple[Any, ...]] = set()
         for fqn in fqns:
             leaf = self._selected[fqn]
-            sharded = isinstance(self.leaves[fqn], HeldTensor)
+            sharded = isinstance(self.leaves[fqn], LocalBoxes)
             if sharded and not is_dtensor(leaf):
                 continue
             new = torch.empty_like(leaf.detach() if sharded else plain_tensor(leaf))
             copy_containers(self._state, self.paths[fqn], copied)
             set_leaf(self._state, self.paths[fqn], new)
-            self._selected[fqn], self.leaves[fqn] = new, held_of(fqn, new)
+            self._selected[fqn], self.leaves[fqn] = new, to_local_boxes(fqn, new)
 
     def _target(self, fqn: str, leaf: Any) -> Any:
         """Return the target itself, or a new CPU tensor if the entry is a tensor and the target is a value."""
@@ -161,10 +151,11 @@ class Match:
             faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
             faults += [without_target(fqn) for fqn in self.unexpected if required(fqn)]
         if faults:
-            steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
+            steps = [step for words, step in _STEPS.items() if any(words in fault for fault in faults)]
+            steps = [*dict.fromkeys(steps), "keys=[...] loads only the named entries"]
             raise KeyMismatchError(
-                f"{len(faults)} entries of the target and the checkpoint differ. Nothing was loaded:{listed(faults)}\n"
-                f"{self._close_names()}{'. '.join([*steps, 'keys=[...] loads only the named entries'])}"
+                f"{len(faults)} entries of the target and the checkpoint differ. Nothing was loaded:"
+                f"{format_lines(faults)}\n{self._close_names()}{'. '.join(steps)}"
             )
 
     def _close_names(self) -> str:
@@ -194,8 +185,8 @@ class Match:
         for fqn, leaf in self.leaves.items():
             if self._entries[fqn] is None:
                 continue
-            if isinstance(leaf, HeldTensor):
-                yield from (TensorTarget(fqn, box, leaf.piece(box.offset), name=fqn) for box in leaf.boxes)
+            if isinstance(leaf, LocalBoxes):
+                yield from (TensorTarget(fqn, box, leaf.tensor_at(box.offset), name=fqn) for box in leaf.boxes)
             else:
                 yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
@@ -220,20 +211,20 @@ class Match:
                 continue
             target = self._selected[fqn]
             is_filled = isinstance(target, torch.Tensor)
-            if self.roots.is_rebuilt(fqn):
+            if self.containers.is_rebuilt(fqn):
                 loaded[fqn] = target if is_filled else found[fqn]
             elif fqn in self._stem_of:
                 below[self._stem_of[fqn]].append((self.paths[fqn], found[fqn]))
             elif not is_filled:
                 path = self.paths[fqn]
                 old = get_leaf(self._state, path)
-                set_leaf(self._state, path, rebuilt(old, [(path, found[fqn])], len(path), in_place=False))
+                set_leaf(self._state, path, rebuild(old, [(path, found[fqn])], len(path), in_place=False))
         for stem, rows in below.items():
             if rows:
                 path = self._subtrees[stem]
                 old = get_leaf(self._state, path)
-                set_leaf(self._state, path, rebuilt(old, rows, len(path), in_place=False))
-        self.roots.put(self._state, loaded, self.paths)
+                set_leaf(self._state, path, rebuild(old, rows, len(path), in_place=False))
+        self.containers.put(self._state, loaded, self.paths)
 
 
 def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from zarrckpt._format import json_values
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._state.digests import content_digest, tensor_checksum
 from zarrckpt._state.flatten import flatten
-from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
+from zarrckpt._state.local_boxes import LocalBoxes, global_shape, to_local_boxes
 from zarrckpt._state.objects import PlainState
 from zarrckpt._state.optimizers import OptimizerTarget
 from zarrckpt._state.tensors import plain_tensor
@@ -25,7 +25,7 @@ class _ReadTensor:
 
     shape: Ints
     dtype: torch.dtype
-    boxes: Mapping[Ints, tuple[Box, int | None]]
+    checksums: Mapping[Box, int | None]
     number: complex | None
     """The value if the tensor has one element."""
 
@@ -49,17 +49,17 @@ class ReadEntries:
     def __init__(self, *, full: bool, allow_cast: bool) -> None:
         self._full = full
         self._allow_cast = allow_cast
-        self._leaves: dict[str, Any] = {}
+        self._leaves: dict[str, LocalBoxes | torch.Tensor] = {}
         self._read: dict[str, _ReadTensor | _ReadValue] = {}
 
     def record(self, fqn: str, leaf: Any) -> None:
         """Record an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor."""
-        if not isinstance(leaf, HeldTensor | torch.Tensor):
+        if not isinstance(leaf, LocalBoxes | torch.Tensor):
             self._read[fqn] = _ReadValue(json_values.encode_json(leaf), content_digest(fqn, leaf))
             return
         self._leaves[fqn] = leaf
-        pieces = {box.offset: (box, self._checksum(fqn, piece)) for box, piece in _pieces(leaf)}
-        self._read[fqn] = _ReadTensor(global_shape(leaf), leaf.dtype, pieces, _one_element(leaf))
+        checksums = {box: self._checksum(fqn, tensor) for box, tensor in _boxes_of(leaf).items()}
+        self._read[fqn] = _ReadTensor(global_shape(leaf), leaf.dtype, checksums, _one_element(leaf))
 
     def record_groups(self, optimizer: OptimizerTarget) -> None:
         """Record the parameter groups that an optimizer was given, and drop those of the checkpoint.
@@ -97,58 +97,46 @@ class ReadEntries:
 
     def _difference(self, fqn: str, read: _ReadTensor | _ReadValue, now: Any) -> str | None:
         if isinstance(read, _ReadValue):
-            return (
-                None
-                if _is_value(fqn, read, now)
-                else f"was read as {_described_value(read)}, but is {_described_value(now)}"
-            )
-        if not isinstance(now, HeldTensor | torch.Tensor):
-            now = held_of(fqn, now)
-        if not isinstance(now, HeldTensor | torch.Tensor):
-            return (
-                None
-                if read.number is not None and now == read.number
-                else f"was read as a tensor, but is {_described_value(now)}"
-            )
-        held = held_of(fqn, now)
-        if global_shape(held) != read.shape:
-            return f"was read with shape {read.shape}, but has shape {global_shape(held)}"
-        if held.dtype != read.dtype and not self._allow_cast:
-            return f"was read with dtype {read.dtype}, but has dtype {held.dtype}"
-        pieces = {box.offset: (box, piece) for box, piece in _pieces(held)}
-        if {box for box, _ in pieces.values()} != {box for box, _ in read.boxes.values()}:
+            if _is_value(fqn, read, now):
+                return None
+            return f"was read as {_described_value(read.form)}, but is {_described_value(now)}"
+        current = to_local_boxes(fqn, now)
+        if not isinstance(current, LocalBoxes | torch.Tensor):
+            is_number = read.number is not None and now == read.number
+            return None if is_number else f"was read as a tensor, but is {_described_value(now)}"
+        if global_shape(current) != read.shape:
+            return f"was read with shape {read.shape}, but has shape {global_shape(current)}"
+        if current.dtype != read.dtype and not self._allow_cast:
+            return f"was read with dtype {read.dtype}, but has dtype {current.dtype}"
+        tensors = _boxes_of(current)
+        if tensors.keys() != read.checksums.keys():
             return None  # The sharding has changed, so this rank did not read the elements that it holds now.
-        for offset, (_, piece) in pieces.items():
-            expected = read.boxes[offset][1]
-            if held.dtype != read.dtype:
-                expected = self._checksum(fqn, _pieces_of(self._leaves[fqn])[offset].to(held.dtype))
-            checksum = self._checksum(fqn, piece)
+        for box, tensor in tensors.items():
+            expected = read.checksums[box]
+            if current.dtype != read.dtype:
+                expected = self._checksum(fqn, _boxes_of(self._leaves[fqn])[box].to(current.dtype))
+            checksum = self._checksum(fqn, tensor)
             if None not in (expected, checksum) and checksum != expected:
                 return "has other elements than were read"
         return None
 
-    def _checksum(self, fqn: str, piece: torch.Tensor) -> int | None:
+    def _checksum(self, fqn: str, tensor: torch.Tensor) -> int | None:
         try:
-            return tensor_checksum(fqn, piece, full=self._full)
+            return tensor_checksum(fqn, tensor, full=self._full)
         except UnsupportedValueError:  # A wrapper around other tensors has no elements to compare.
             return None
 
 
-def _pieces(leaf: Any) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a tensor that this rank holds, with their memory."""
-    if isinstance(leaf, HeldTensor):
-        yield from ((box, leaf.piece(box.offset)) for box in leaf.boxes)
-    else:
-        yield Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf)
-
-
-def _pieces_of(leaf: Any) -> dict[Ints, torch.Tensor]:
-    return {box.offset: piece for box, piece in _pieces(leaf)}
+def _boxes_of(leaf: LocalBoxes | torch.Tensor) -> dict[Box, torch.Tensor]:
+    """Return the boxes of a tensor that this rank holds, with their memory."""
+    if isinstance(leaf, LocalBoxes):
+        return {box: leaf.tensor_at(box.offset) for box in leaf.boxes}
+    return {Box((0,) * leaf.ndim, tuple(leaf.shape)): plain_tensor(leaf)}
 
 
 def _one_element(leaf: Any) -> complex | None:
     """Return the value of a tensor of one element, and None for other tensors."""
-    if isinstance(leaf, HeldTensor) or leaf.numel() != 1 or leaf.is_meta:
+    if isinstance(leaf, LocalBoxes) or leaf.numel() != 1 or leaf.is_meta:
         return None
     number: complex = leaf.detach().item()
     return number
@@ -161,22 +149,20 @@ def _is_value(fqn: str, read: _ReadValue, now: Any) -> bool:
     if read.form is json_values.NOT_JSON:
         return read.digest is None or content_digest(fqn, now) in (None, read.digest)
     form = json_values.encode_json(now)
-    return form == read.form or _loose(now) == _loose(json_values.decode_json(read.form))
+    return form == read.form or _loosen(now) == _loosen(json_values.decode_json(read.form))
 
 
-def _loose(value: Any) -> Any:
+def _loosen(value: Any) -> Any:
     """Return a form of a value for comparison, which ignores the types of containers and numbers."""
     if isinstance(value, Mapping):
-        return {key: _loose(item) for key, item in value.items()}
+        return {key: _loosen(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_loose(item) for item in value]
+        return [_loosen(item) for item in value]
     if isinstance(value, float) and value != value:
         return "nan"
     return value
 
 
 def _described_value(value: Any) -> str:
-    if isinstance(value, _ReadValue):
-        value = value.form
     text = repr(value) if isinstance(value, bool | int | float | str | list | dict | tuple | None) else ""
     return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.matching import hint
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._load.match import Saved
-from zarrckpt._state.objects import Levels, rest_below
+from zarrckpt._state.saved_entries import Levels, SavedEntries, rest_below
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """A dict from name prefixes in the checkpoint to prefixes in the state, or a function of a name."""
 
 
-def renamed(saved: Saved, rename: Rename, trained: Sequence[tuple[Levels, Levels]]) -> Saved:
+def rename_entries(saved: SavedEntries, rename: Rename, trained: Sequence[tuple[Levels, Levels]]) -> SavedEntries:
     """Return the entries of a checkpoint under new names, in the same order.
 
     ``trained`` has, for each optimizer in the state, the keys of the optimizer and of its module. If a parameter is
@@ -45,7 +44,7 @@ def renamed(saved: Saved, rename: Rename, trained: Sequence[tuple[Levels, Levels
     )
 
 
-def _new_names(saved: Saved, rename: Rename) -> dict[str, str]:
+def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
     if not isinstance(rename, Mapping):
         names = {name: rename(name) for name in saved.entries}
         for old, new in names.items():

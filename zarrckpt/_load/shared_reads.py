@@ -12,14 +12,15 @@ from zarrckpt._format.chunk_codec import elements_of
 from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes, subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._plan.owners import BoxOnRanks, Numbers, RankNumbers, schedule
+from zarrckpt._plan.geometry import BoxOnRanks, Numbers, RankNumbers
+from zarrckpt._plan.owners import schedule
 from zarrckpt._read.chunks import READ_BYTES, neighbours, subchunks_in
 
-_MIN_RUN_BYTES = 1 << 20
-"""The minimum length of runs. The more ranks need a run, the shorter it is, so that all of them fetch in each round."""
+_MIN_RANGE_BYTES = 1 << 20
+"""The minimum length of ranges. The more ranks need one, the shorter it is, so that all of them fetch in each round."""
 
 
-class SubchunkRun(NamedTuple):
+class SubchunkRange(NamedTuple):
     """Consecutive subchunks of one chunk, by their numbers in it."""
 
     fqn: str
@@ -28,18 +29,18 @@ class SubchunkRun(NamedTuple):
 
 
 class SharedMessage(NamedTuple):
-    """The elements that one rank sends to other ranks in one round: the overlaps of runs and boxes."""
+    """The elements that one rank sends to other ranks in one round: the overlaps of ranges and boxes."""
 
     ranks: RankNumbers
     """The receiving ranks. In a receiver's plan, the sending rank. Messages between two ranks keep their order."""
-    parts: list[tuple[SubchunkRun, Box]]
+    parts: list[tuple[SubchunkRange, Box]]
 
 
 @dataclass
 class ShareRound:
-    """The part of one rank in one round: the runs that it fetches, and the messages that it sends and receives."""
+    """The part of one rank in one round: the ranges that it fetches, and the messages that it sends and receives."""
 
-    reads: list[SubchunkRun] = field(default_factory=list)
+    reads: list[SubchunkRange] = field(default_factory=list)
     sends: list[SharedMessage] = field(default_factory=list)
     receives: list[SharedMessage] = field(default_factory=list)
 
@@ -48,19 +49,19 @@ Shares = Mapping[int, ShareRound]
 """One rank's rounds, by number."""
 
 
-class _NeededRun(NamedTuple):
-    """A run that several ranks need. It is the same for all tensors with one grid and equal boxes."""
+class _NeededRange(NamedTuple):
+    """A range that several ranks need. It is the same for all tensors with one grid and equal boxes."""
 
     chunk: Ints
     numbers: range
-    held: tuple[BoxOnRanks, ...]
-    """The boxes that overlap the run."""
+    boxes: tuple[BoxOnRanks, ...]
+    """The boxes that overlap the range."""
     ranks: Numbers
-    """The ranks that need the run, ascending."""
+    """The ranks that need the range, ascending."""
     needed_bytes: Numbers
-    """The bytes of the run that each of these ranks needs."""
+    """The bytes of the range that each of these ranks needs."""
     unshared_bytes: Numbers
-    """The bytes of boxes that only this rank fills. If it fetches the run, it sends these to no rank."""
+    """The bytes of boxes that only this rank fills. If it fetches the range, it sends these to no rank."""
     total_bytes: int
     """The bytes of all boxes' overlaps."""
 
@@ -75,31 +76,31 @@ def plan_shares(
     """Distribute the reads that several ranks need, and return the parts of the ranks in ``own``. No I/O.
 
     ``boxes`` has the boxes that ranks are to fill, by fqn. In one round a rank needs at most ``limit`` bytes of memory,
-    or has a single run. Each rank asks only for its own part, because the parts of thousands of ranks would need too
+    or has a single range. Each rank asks only for its own part, because the parts of thousands of ranks would need too
     much memory.
     """
-    # Sorted by ranks, so that runs that the same ranks need are in the same rounds.
-    rows = sorted(_shared_runs(nodes, boxes, limit), key=lambda row: row[2])
+    # Sorted by ranks, so that ranges that the same ranks need are in the same rounds.
+    rows = sorted(_shared_ranges(nodes, boxes, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
     needs: list[tuple[Numbers, Numbers]] = []
     readers = []
-    for fqn, run, ranks in rows:
-        stored = len(run.numbers) * max_stored_subchunk_bytes(nodes[fqn])
-        index = int(loads[run.ranks].argmin())
+    for fqn, needed, ranks in rows:
+        stored = len(needed.numbers) * max_stored_subchunk_bytes(nodes[fqn])
+        index = int(loads[needed.ranks].argmin())
         loads[ranks[index]] += stored
-        need = run.needed_bytes.copy()
-        need[index] = stored + run.total_bytes - run.unshared_bytes[index]
-        needs.append((run.ranks, need))
+        need = needed.needed_bytes.copy()
+        need[index] = stored + needed.total_bytes - needed.unshared_bytes[index]
+        needs.append((needed.ranks, need))
         readers.append(ranks[index])
     shares: dict[int, dict[int, ShareRound]] = {rank: {} for rank in own}
     messages: dict[tuple[int, int, RankNumbers], SharedMessage] = {}
-    for (fqn, run, needing), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
+    for (fqn, needed, needing), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
         if shares.keys().isdisjoint(needing):
             continue
-        subchunks = SubchunkRun(fqn, run.chunk, run.numbers)
+        subchunks = SubchunkRange(fqn, needed.chunk, needed.numbers)
         if reader in shares:
             shares[reader].setdefault(number, ShareRound()).reads.append(subchunks)
-        for box, ranks in run.held:
+        for box, ranks in needed.boxes:
             receivers = tuple(rank for rank in ranks if rank != reader)
             own_receivers = [rank for rank in receivers if rank in shares]
             if not own_receivers and not (receivers and reader in shares):
@@ -116,31 +117,33 @@ def plan_shares(
     return {rank: dict(sorted(rounds.items())) for rank, rounds in shares.items()}
 
 
-def _shared_runs(
+def _shared_ranges(
     nodes: Mapping[str, ArrayNode], boxes: Mapping[str, Sequence[BoxOnRanks]], limit: int
-) -> Iterator[tuple[str, _NeededRun, RankNumbers]]:
-    """Yield the runs that more than one rank needs, with these ranks in ascending order."""
-    # Many tensors (layers, moments of an optimizer) have the same grid and boxes, so the runs are computed once.
-    known: dict[object, list[tuple[_NeededRun, RankNumbers]]] = {}
+) -> Iterator[tuple[str, _NeededRange, RankNumbers]]:
+    """Yield the ranges that more than one rank needs, with these ranks in ascending order."""
+    # Many tensors (layers, moments of an optimizer) have the same grid and boxes, so the ranges are computed once.
+    known: dict[object, list[tuple[_NeededRange, RankNumbers]]] = {}
     numbers = _numbers_of(boxes.values())
-    for fqn, held in boxes.items():
+    for fqn, own in boxes.items():
         node = nodes[fqn]
-        key = (node.grid, node.dtype.itemsize, node.compression, numbers[id(held)])
+        key = (node.grid, node.dtype.itemsize, node.compression, numbers[id(own)])
         if key not in known:
-            known[key] = list(_runs_of(node, held, limit))
-        for run, ranks in known[key]:
-            yield fqn, run, ranks
+            known[key] = list(_ranges_in(node, own, limit))
+        for needed, ranks in known[key]:
+            yield fqn, needed, ranks
 
 
 def _numbers_of(lists: Iterable[Sequence[BoxOnRanks]]) -> dict[int, int]:
     """Return a number for each list, by its ``id()``. Equal lists get the same number."""
     numbers: dict[tuple[BoxOnRanks, ...], int] = {}
-    return {key: numbers.setdefault(tuple(held), len(numbers)) for key, held in {id(one): one for one in lists}.items()}
+    return {
+        key: numbers.setdefault(tuple(boxes), len(numbers)) for key, boxes in {id(one): one for one in lists}.items()
+    }
 
 
-def _runs_of(node: ArrayNode, held: Sequence[BoxOnRanks], limit: int) -> Iterator[tuple[_NeededRun, RankNumbers]]:
+def _ranges_in(node: ArrayNode, boxes: Sequence[BoxOnRanks], limit: int) -> Iterator[tuple[_NeededRange, RankNumbers]]:
     in_chunk: dict[Ints, list[BoxOnRanks]] = {}
-    for row in held:
+    for row in boxes:
         for chunk in node.grid.chunks_of(row.box):
             in_chunk.setdefault(chunk, []).append(row)
     for chunk, rows in in_chunk.items():
@@ -156,21 +159,23 @@ def _runs_of(node: ArrayNode, held: Sequence[BoxOnRanks], limit: int) -> Iterato
             ranks = tuple(sorted({rank for row in overlapping for rank in row.ranks}))
             if len(ranks) == 1:
                 continue
-            longest = min(READ_BYTES, limit, max(_MIN_RUN_BYTES, limit // len(ranks)))
-            for run in neighbours(numbers, max(1, longest // subchunk_bytes(node))):
-                yield _needed_run(node, chunk, run, overlapping, np.array(ranks, np.int64)), ranks
+            longest = min(READ_BYTES, limit, max(_MIN_RANGE_BYTES, limit // len(ranks)))
+            for found in neighbours(numbers, max(1, longest // subchunk_bytes(node))):
+                yield _needed_range(node, chunk, found, overlapping, np.array(ranks, np.int64)), ranks
 
 
-def _needed_run(node: ArrayNode, chunk: Ints, run: range, held: tuple[BoxOnRanks, ...], ranks: Numbers) -> _NeededRun:
+def _needed_range(
+    node: ArrayNode, chunk: Ints, numbers: range, boxes: tuple[BoxOnRanks, ...], ranks: Numbers
+) -> _NeededRange:
     needed, unshared, total = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
-    for row in held:
-        nbytes = overlap_bytes(node, chunk, run, row.box)
+    for row in boxes:
+        nbytes = overlap_bytes(node, chunk, numbers, row.box)
         indices = np.searchsorted(ranks, row.ranks)
         needed[indices] += nbytes
         total += nbytes
         if len(row.ranks) == 1:
             unshared[indices] += nbytes
-    return _NeededRun(chunk, run, held, ranks, needed, unshared, total)
+    return _NeededRange(chunk, numbers, boxes, ranks, needed, unshared, total)
 
 
 def overlap_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box) -> int:

@@ -126,7 +126,7 @@ def _copy_entries(
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, max_inflight_bytes, progress)
     try:
-        with attempts.report_lost_commit(target, lambda: attempt):
+        with attempts.report_lost_commit(target, attempt):
             copy.run()
             root = copy.finish()
     except BaseException as err:

@@ -48,7 +48,7 @@ def rewrite_chunk(
     with memory.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
         cells = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
         overflowed = _fill_chunk(source, old, new, box, cells, BytesBudget(reading), at_once)
-        encoder = put_chunk(target, lambda: key, new, ArrayElements(cells), BytesBudget(encoding))
+        encoder = put_chunk(target, key, new, ArrayElements(cells), BytesBudget(encoding))
     return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
 
 

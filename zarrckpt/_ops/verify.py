@@ -37,7 +37,7 @@ from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, table_node
 from zarrckpt._jobs import BytesBudget, Progress, Tally, run_jobs
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import runs_of
+from zarrckpt._read.chunks import request_ranges
 
 _UNSTORED = 1 << 16
 """Maximum number of missing chunks that are checked if the table of checksums is damaged too.
@@ -339,7 +339,7 @@ def _read_parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iter
     They begin and end at bounds of subchunks. The last one is the index.
     """
     count = len(table.checksums)
-    for numbers in runs_of(node, range(count), memory):
+    for numbers in request_ranges(node, range(count), memory):
         yield table.begin(numbers.start), table.begin(numbers.stop)
     if table.object_size > table.begin(count):
         yield table.begin(count), table.object_size

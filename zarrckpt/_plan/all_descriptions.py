@@ -10,29 +10,29 @@ import numpy as np
 
 from zarrckpt._format.wire import record
 from zarrckpt._plan.description import DescribedEntry, Description
-from zarrckpt._plan.group_numbers import GroupNumbers, renumber_groups, renumbered
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.geometry import Numbers
+from zarrckpt._plan.group_numbers import GroupNumbers, renumber_groups, renumber_path
 
 
 @record
 @dataclass(frozen=True)
-class Asked:
+class DescriptionRequest:
     """The request for descriptions: of the ranks with equal digests, the lowest one sends."""
 
     senders: frozenset[int]
-    given: Numbers
+    numbers: Numbers
     """The number of each rank's description, by position in the group."""
 
     @classmethod
-    def by(cls, digests: Sequence[bytes]) -> Asked:
+    def from_digests(cls, digests: Sequence[bytes]) -> DescriptionRequest:
         """Return the request for these digests, one per rank."""
         first: dict[bytes, int] = {}
         for rank, digest in enumerate(digests):
             first.setdefault(digest, rank)
-        numbers = {digest: number for number, digest in enumerate(first)}
+        number_of = {digest: number for number, digest in enumerate(first)}
         # A small integer type, because this message goes to every rank.
-        given = np.array([numbers[digest] for digest in digests], np.min_scalar_type(len(first)))
-        return cls(frozenset(first.values()), given)
+        numbers = np.array([number_of[digest] for digest in digests], np.min_scalar_type(len(first)))
+        return cls(frozenset(first.values()), numbers)
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class AllDescriptions:
     """The distinct descriptions, and the number of each rank's description."""
 
     descriptions: Sequence[Description]
-    given: Numbers
+    """In the order of the lowest rank that has each."""
+    numbers: Numbers
     """The number of each rank's description, by position in the group."""
     members: Sequence[int]
     """The ranks in the default process group, by position in this group."""
 
     @classmethod
-    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> AllDescriptions:
+    def from_packed(cls, packed: Iterable[bytes], numbers: Numbers, members: Sequence[int]) -> AllDescriptions:
         """Return the descriptions from the packed ones of the requested ranks, in the order of ranks."""
-        return cls([Description.unpacked(data) for data in packed], given, members)
+        return cls([Description.unpacked(data) for data in packed], numbers, members)
 
     def ranks_of(self, description: int) -> Numbers:
         """Return the positions of the ranks with this description."""
-        found: Numbers = np.flatnonzero(self.given == description)
+        found: Numbers = np.flatnonzero(self.numbers == description)
         return found
 
-    @property
-    def in_order(self) -> list[int]:
-        """The numbers of the descriptions, ordered by the lowest rank of each."""
-        numbers, first = np.unique(self.given, return_index=True)
-        return [int(numbers[place]) for place in np.argsort(first)]
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """The positions in the group by rank in the default process group."""
+        return {rank: position for position, rank in enumerate(self.members)}
 
     @cached_property
     def _group_numbers(self) -> dict[int, GroupNumbers]:
-        first = {number: self.members[int(self.ranks_of(number)[0])] for number in self.in_order}
+        first = {number: self.members[int(self.ranks_of(number)[0])] for number in range(len(self.descriptions))}
         by_rank = renumber_groups({rank: self.descriptions[number].groups for number, rank in first.items()})
         return {number: by_rank[rank] for number, rank in first.items() if rank in by_rank}
 
@@ -78,6 +78,6 @@ class AllDescriptions:
         """Yield the entries of a description under their names in the checkpoint."""
         numbers = self.group_numbers(description)
         for entry in self.descriptions[description].entries:
-            path = renumbered(entry.path, numbers) if numbers else entry.path
+            path = renumber_path(entry.path, numbers) if numbers else entry.path
             if path is not None:
                 yield entry._replace(path=path) if numbers else entry

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-import numpy as np
-
 from zarrckpt._format.grid import Box, Grid, Ints
 
 MAX_CHUNK_BYTES = 128 << 20
@@ -42,7 +40,7 @@ FILL_BYTES = 32 << 20
 
 _MIN_FILL_BYTES = 4 << 20
 
-MOST_PIECES = 1024
+MAX_PIECES = 1024
 """Approximate maximum number of pieces in a chunk. The owner needs a connection to the holder of each piece."""
 
 
@@ -116,7 +114,7 @@ def _merge(shape: Ints, steps: Ints, itemsize: int, limit: int, boxes: int) -> I
     """Return a chunk shape of several steps, merged from the last dimension on, of at most ``limit`` bytes."""
     chunk = list(steps)
     # Irregular cuts can divide one box into many steps.
-    most = max(1, MOST_PIECES * math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True)) // max(boxes, 1))
+    most = max(1, MAX_PIECES * math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True)) // max(boxes, 1))
     for dim in reversed(range(len(shape))):
         full = -(-shape[dim] // steps[dim])
         fitting = max(1, min(limit // (math.prod(chunk) * itemsize), most))
@@ -223,17 +221,3 @@ def _cut_dimension(chunk: Ints, itemsize: int) -> int:
 def _distance(size: int) -> int:
     """Return the ratio of a size and SUBCHUNK_BYTES, as an integer so that all ranks compute the same."""
     return (max(size, SUBCHUNK_BYTES) << 10) // min(size, SUBCHUNK_BYTES)
-
-
-def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two boxes that share elements, or None."""
-    if len(boxes) < 2:
-        return None
-    begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), -1)
-    end = begin + np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), -1)
-    for number in range(1, len(boxes)):
-        shared = (begin[:number] < end[number]) & (begin[number] < end[:number])
-        hits = np.flatnonzero(shared.all(axis=1))
-        if len(hits):
-            return boxes[int(hits[0])], boxes[number]
-    return None

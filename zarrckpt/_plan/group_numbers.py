@@ -39,9 +39,9 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
             _refuse(name, rows)
         numbers = _numbers_of_groups([*rows.values()])
         for rank, groups in by_rank.items():
-            for place, group in enumerate(groups):
-                number = numbers.get(group.members or place)
-                if number != place:
+            for index, group in enumerate(groups):
+                number = numbers.get(group.members or index)
+                if number != index:
                     changed.setdefault(rank, {})[group.path.keys[:-1]] = number
     return {**changed}
 
@@ -49,9 +49,9 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
 def _numbers_of_groups(rows: Sequence[Sequence[bytes]]) -> dict[bytes | int, int]:
     """Return the number of each group by its members, or by its position if it is empty on all ranks."""
     order: dict[bytes | int, None] = {}
-    for place in range(max(map(len, rows))):
-        others = (row[place] for row in rows if place < len(row))
-        order.setdefault(next(filter(None, others), place))
+    for index in range(max(map(len, rows))):
+        others = (row[index] for row in rows if index < len(row))
+        order.setdefault(next(filter(None, others), index))
     for row in rows:
         order |= dict.fromkeys(filter(None, row))
     return {key: number for number, key in enumerate(order)}
@@ -60,8 +60,8 @@ def _numbers_of_groups(rows: Sequence[Sequence[bytes]]) -> dict[bytes | int, int
 def _refuse(optimizer: str, rows: Mapping[int, Sequence[bytes]]) -> None:
     (first, own), *others = rows.items()
     other, theirs = next((rank, row) for rank, row in others if row != own)
-    places = range(max(len(own), len(theirs)))
-    unlike = [place for place in places if [*own[place : place + 1]] != [*theirs[place : place + 1]]]
+    indices = range(max(len(own), len(theirs)))
+    unlike = [index for index in indices if [*own[index : index + 1]] != [*theirs[index : index + 1]]]
     raise UnsupportedLayoutError(
         f"{optimizer!r}: parameter groups {unlike} of this optimizer's state dict have different parameters on rank "
         f"{other} and rank {first}, so a load would give all ranks the groups of rank {first}. Nothing was written. "
@@ -69,7 +69,7 @@ def _refuse(optimizer: str, rows: Mapping[int, Sequence[bytes]]) -> None:
     )
 
 
-def renumbered(path: StatePath, numbers: GroupNumbers) -> StatePath | None:
+def renumber_path(path: StatePath, numbers: GroupNumbers) -> StatePath | None:
     """Return the path of an entry in the checkpoint, or None if it is not saved."""
     for depth in {len(keys) for keys in numbers}:
         keys = path.keys[:depth]

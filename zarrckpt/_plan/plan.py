@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from zarrckpt._commit.marker import Marker
 from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
-from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.grid import Grid
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.wire import record
@@ -24,9 +24,10 @@ from zarrckpt._plan.chunking import (
     default_fill_bytes,
     default_min_piece_bytes,
 )
-from zarrckpt._plan.holders import GlobalState, GlobalTensor
-from zarrckpt._plan.owners import Dealt, Holders, Spread, deal
-from zarrckpt._plan.rank_plan import RankPlan, rank_plan
+from zarrckpt._plan.geometry import Holders
+from zarrckpt._plan.holders import GlobalState
+from zarrckpt._plan.owners import ChunkOwners, PlannedTensor, choose_owners
+from zarrckpt._plan.rank_plan import RankPlan, make_rank_plan
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,19 @@ class SavePlan:
 
     state: GlobalState
     layout: Layout
-    dealt: Dealt
+    chunk_owners: ChunkOwners
     writers: Mapping[str, int]
     """The rank that writes each non-tensor entry."""
 
     @property
     def moves(self) -> bool:
         """Whether any piece moves between ranks."""
-        return bool((self.dealt.bundle >= 0).any())
+        return bool((self.chunk_owners.bundle >= 0).any())
 
-    def part(self, rank: int) -> RankPlan:
+    def rank_plan(self, rank: int) -> RankPlan:
         """Return the plan of one rank."""
         paths = {fqn: self.layout.node_paths[fqn] for fqn, writer in self.writers.items() if writer == rank}
-        return rank_plan(rank, self.layout.tensors, self.dealt, paths)
+        return make_rank_plan(rank, self.layout.tensors, self.chunk_owners, paths)
 
     @cached_property
     def digest(self) -> bytes:
@@ -94,7 +95,7 @@ class SavePlan:
         nodes = [(fqn, n.path, n.grid, n.dtype.name, n.portable, n.compression) for fqn, n in tensors]
         text = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
-        digest.update(self.dealt.owner.astype("<i8").tobytes())
+        digest.update(self.chunk_owners.owner.astype("<i8").tobytes())
         return digest.digest()
 
 
@@ -106,19 +107,33 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     with _no_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
-        grids = _Grids(options.sizes, state)
+        sizes = _chosen_sizes(options.sizes, state)
+        # Equal boxes give equal grids, so thousands of equal layers are computed once.
+        grids: dict[tuple[Holders, int], Grid] = {}
         tensors: dict[str, ArrayNode] = {}
-        spreads = []
+        planned = []
         for fqn, tensor in state.tensors.items():
-            grid = grids.of(tensor)
+            key = (tensor.holders, tensor.dtype.itemsize)
+            if key not in grids:
+                grids[key] = choose_grid(tensor.shape, tensor.holders.boxes, tensor.dtype.itemsize, **sizes)
+            grid = grids[key]
             chosen = options.compression if compressible(grid, tensor.dtype) else None
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
-            spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
+            planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
         layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.ranks)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
-        return SavePlan(state, layout, deal(spreads, state.ranks), writers)
+        return SavePlan(state, layout, choose_owners(planned, state.ranks), writers)
+
+
+def _chosen_sizes(sizes: Sizes, state: GlobalState) -> dict[str, int]:
+    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
+    return {
+        "max_chunk_bytes": sizes.max_chunk,
+        "min_piece_bytes": default_min_piece_bytes(state.ranks) if sizes.min_piece is None else sizes.min_piece,
+        "fill_bytes": default_fill_bytes(total, state.ranks) if sizes.fill is None else sizes.fill,
+    }
 
 
 @contextmanager
@@ -131,36 +146,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-class _Grids:
-    """The grids of tensors. Equal boxes give equal grids, so thousands of equal layers are computed once."""
-
-    def __init__(self, sizes: Sizes, state: GlobalState) -> None:
-        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
-        self._max_chunk = sizes.max_chunk
-        self._min_piece = default_min_piece_bytes(state.ranks) if sizes.min_piece is None else sizes.min_piece
-        self._fill = default_fill_bytes(total, state.ranks) if sizes.fill is None else sizes.fill
-        self._known: dict[tuple[Ints, int, Sequence[Box]], Grid] = {}
-        self._alike: dict[tuple[Holders, int], Grid] = {}
-
-    def of(self, tensor: GlobalTensor) -> Grid:
-        """Return the grid of a tensor."""
-        key = (tensor.held, tensor.dtype.itemsize)
-        if key not in self._alike:
-            self._alike[key] = self._of_boxes(tensor)
-        return self._alike[key]
-
-    def _of_boxes(self, tensor: GlobalTensor) -> Grid:
-        boxes = tensor.held.boxes
-        key = (tensor.shape, tensor.dtype.itemsize, boxes)
-        if key not in self._known:
-            self._known[key] = choose_grid(
-                tensor.shape,
-                boxes,
-                tensor.dtype.itemsize,
-                max_chunk_bytes=self._max_chunk,
-                min_piece_bytes=self._min_piece,
-                fill_bytes=self._fill,
-            )
-        return self._known[key]

@@ -12,7 +12,7 @@ from zarrckpt._format.documents import ArrayNode, group_document
 from zarrckpt._format.grid import Box, Ints, unravel
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import parent_groups
-from zarrckpt._plan.owners import Dealt, TensorKind
+from zarrckpt._plan.owners import ChunkOwners, TensorKind
 
 
 class ChunkPiece(NamedTuple):
@@ -28,10 +28,10 @@ class ChunkPlan(NamedTuple):
 
     fqn: str
     cell: Ints
-    parts: tuple[ChunkPiece, ...]
+    pieces: tuple[ChunkPiece, ...]
 
 
-class Sending(NamedTuple):
+class SentPiece(NamedTuple):
     """A part of one of this rank's items that is sent to another rank."""
 
     to: int
@@ -43,7 +43,7 @@ class Sending(NamedTuple):
 class Bundle:
     """The pieces of one bundle that this rank sends, and the chunks that it writes, both in the order of the plan."""
 
-    sends: list[Sending] = field(default_factory=list)
+    sends: list[SentPiece] = field(default_factory=list)
     chunks: list[ChunkPlan] = field(default_factory=list)
 
 
@@ -65,42 +65,44 @@ class RankPlan:
     """Pieces that move between ranks, by number in ascending order."""
 
 
-def rank_plan(rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt, object_paths: Mapping[str, str]) -> RankPlan:
-    """Return the plan of one rank. ``nodes`` are the arrays in the order of ``dealt``."""
-    part = _RankPart(rank, nodes, dealt)
-    for kind in dealt.kinds:
-        part.add(kind)
+def make_rank_plan(
+    rank: int, nodes: Mapping[str, ArrayNode], chunk_owners: ChunkOwners, object_paths: Mapping[str, str]
+) -> RankPlan:
+    """Return the plan of one rank. ``nodes`` are the arrays in the order of ``chunk_owners``."""
+    builder = _RankPlanBuilder(rank, nodes, chunk_owners)
+    for kind in chunk_owners.kinds:
+        builder.add(kind)
     return RankPlan(
-        {name: nodes[name] for name in part.names()},
-        _share_of_documents(nodes, rank, dealt.world_size),
+        {name: nodes[name] for name in builder.names()},
+        _share_of_documents(nodes, rank, chunk_owners.world_size),
         object_paths,
-        [*part.items],
-        [chunk for _, chunk in sorted(part.chunks)],
-        part.bundles(),
+        [*builder.items],
+        [chunk for _, chunk in sorted(builder.chunks)],
+        builder.bundles(),
     )
 
 
-class _RankPart:
+class _RankPlanBuilder:
     """Collects the chunks and sends of one rank, kind by kind."""
 
-    def __init__(self, rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt) -> None:
+    def __init__(self, rank: int, nodes: Mapping[str, ArrayNode], chunk_owners: ChunkOwners) -> None:
         self._rank = rank
         self._names = [*nodes]
-        self._dealt = dealt
+        self._chunk_owners = chunk_owners
         self.items: dict[tuple[str, Box], int] = {}
         self.chunks: list[tuple[int, ChunkPlan]] = []
         """Each with its number in the plan of all ranks."""
         self._merged: list[tuple[int, ChunkPlan]] = []
-        self._sends: list[tuple[int, int, Sending]] = []
+        self._sends: list[tuple[int, int, SentPiece]] = []
 
     def add(self, kind: TensorKind) -> None:
         """Add the chunks of a kind that this rank owns, and the pieces that it sends to other owners."""
-        owners = self._dealt.owner[kind.chunks]
+        owners = self._chunk_owners.owner[kind.chunks]
         for row, chunk in zip(*(found.tolist() for found in np.nonzero(owners == self._rank)), strict=True):
             self._own(kind, row, chunk)
         if kind.geometry.pieces.single:
             return
-        own = np.isin(kind.geometry.pieces.held, kind.geometry.held.boxes_of(self._rank))
+        own = np.isin(kind.geometry.pieces.box, kind.geometry.holders.boxes_of(self._rank))
         for piece in np.flatnonzero(own).tolist():
             chunk = int(kind.geometry.pieces.chunk[piece])
             for row in np.flatnonzero(owners[:, chunk] != self._rank).tolist():
@@ -108,27 +110,27 @@ class _RankPart:
 
     def _own(self, kind: TensorKind, row: int, chunk: int) -> None:
         tensor, number = int(kind.tensors[row]), int(kind.chunks[row, chunk])
-        name, grid = self._names[tensor], self._dealt.spreads[tensor].grid
-        parts = []
-        for piece in kind.geometry.parts_of(chunk):
+        name, grid = self._names[tensor], self._chunk_owners.tensors[tensor].grid
+        pieces = []
+        for piece in kind.geometry.pieces_of(chunk):
             box, source = _piece_box(kind, piece), kind.geometry.source(tensor, piece, self._rank)
             if source == self._rank:
-                parts.append(ChunkPiece(box, self._item(name, kind, piece), None))
+                pieces.append(ChunkPiece(box, self._item(name, kind, piece), None))
             else:
-                parts.append(ChunkPiece(box, None, source))
+                pieces.append(ChunkPiece(box, None, source))
         cell = unravel(int(kind.geometry.pieces.number[chunk]), grid.counts)
-        moves = any(part.source is not None for part in parts)
-        (self._merged if moves else self.chunks).append((number, ChunkPlan(name, cell, tuple(parts))))
+        moves = any(piece.source is not None for piece in pieces)
+        (self._merged if moves else self.chunks).append((number, ChunkPlan(name, cell, tuple(pieces))))
 
     def _send(self, kind: TensorKind, row: int, chunk: int, piece: int, owner: int) -> None:
         tensor = int(kind.tensors[row])
         if kind.geometry.source(tensor, piece, owner) == self._rank:
             item = self._item(self._names[tensor], kind, piece)
-            sending = Sending(owner, item, _piece_box(kind, piece))
+            sending = SentPiece(owner, item, _piece_box(kind, piece))
             self._sends.append((int(kind.chunks[row, chunk]), piece, sending))
 
     def _item(self, name: str, kind: TensorKind, piece: int) -> int:
-        box = kind.geometry.held.boxes[int(kind.geometry.pieces.held[piece])]
+        box = kind.geometry.holders.boxes[int(kind.geometry.pieces.box[piece])]
         return self.items.setdefault((name, box), len(self.items))
 
     def names(self) -> dict[str, None]:
@@ -142,7 +144,7 @@ class _RankPart:
     def bundles(self) -> dict[int, Bundle]:
         """Return the bundles. Sender and receiver order the pieces of a message by chunk, then by piece."""
         found: dict[int, Bundle] = {}
-        bundle = self._dealt.bundle
+        bundle = self._chunk_owners.bundle
         for number, chunk in sorted(self._merged):
             found.setdefault(int(bundle[number]), Bundle()).chunks.append(chunk)
         for number, _, sending in sorted(self._sends):

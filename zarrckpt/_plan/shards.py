@@ -42,16 +42,17 @@ def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | N
     ``mesh`` has the sizes of the mesh, ``coordinate`` the rank's coordinate in it, and ``cuts`` one entry per mesh
     dimension (None: replicated). FSDP2, TP and their combinations give one box, interleaved strides several.
     """
-    runs = [
-        _spans(n, mesh, coordinate, [cut if cut and cut.dim == d else None for cut in cuts])
-        for d, n in enumerate(shape)
-    ]
-    held = []
-    for parts in itertools.product(*map(_with_starts, runs)):
-        box = Box(tuple(offset for offset, _, _ in parts), tuple(length for _, length, _ in parts))
+    by_dim = []
+    for dim, n in enumerate(shape):
+        spans = _spans(n, mesh, coordinate, [cut if cut and cut.dim == dim else None for cut in cuts])
+        starts = itertools.accumulate((length for _, length in spans), initial=0)
+        by_dim.append([*zip(spans, starts, strict=False)])
+    boxes = []
+    for parts in itertools.product(*by_dim):
+        box = Box(tuple(offset for (offset, _), _ in parts), tuple(length for (_, length), _ in parts))
         if box.size:
-            held.append(LocalBox(box, tuple(start for _, _, start in parts)))
-    return held
+            boxes.append(LocalBox(box, tuple(start for _, start in parts)))
+    return boxes
 
 
 @record
@@ -66,52 +67,37 @@ class Sharding(NamedTuple):
     """The cut of each mesh dimension; None if it replicates the tensor."""
 
 
-class CutMesh(NamedTuple):
-    """The sizes of a mesh, and the cut of each of its dimensions (None: replicated)."""
-
-    sizes: Ints
-    cuts: tuple[Cut | None, ...]
-
-
 @lru_cache(maxsize=512)
-def mesh_boxes(shape: Ints, mesh: CutMesh) -> list[tuple[Box, ...]]:
-    """Return the boxes at each coordinate of a mesh, in C order of the coordinates.
+def mesh_boxes(shape: Ints, mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[tuple[Box, ...]]:
+    """Return the boxes at each coordinate of a mesh, in C order of the coordinates. The arguments are as above.
 
     Coordinates that differ only along replicating dimensions have the same boxes, which are computed once.
     """
     if 0 in shape:
-        return [(Box((0,) * len(shape), shape),)] * math.prod(mesh.sizes)
-    by_dim = [_mesh_runs(dim, n, mesh) for dim, n in enumerate(shape)]
+        return [(Box((0,) * len(shape), shape),)] * math.prod(mesh)
+    by_dim = [_mesh_spans(dim, n, mesh, cuts) for dim, n in enumerate(shape)]
     known: dict[tuple[int, ...], tuple[Box, ...]] = {}
     found = []
-    for runs in zip(*by_dim, strict=True) if by_dim else [()] * math.prod(mesh.sizes):
-        key = tuple(map(id, runs))
+    for spans in zip(*by_dim, strict=True) if by_dim else [()] * math.prod(mesh):
+        key = tuple(map(id, spans))
         if key not in known:
-            held = (Box(*zip(*part, strict=True)) if part else Box((), ()) for part in itertools.product(*runs))
-            known[key] = tuple(box for box in held if box.size)
+            boxes = (Box(*zip(*part, strict=True)) if part else Box((), ()) for part in itertools.product(*spans))
+            known[key] = tuple(box for box in boxes if box.size)
         found.append(known[key])
     return found
 
 
-def _mesh_runs(dim: int, n: int, mesh: CutMesh) -> list[list[Span]]:
+def _mesh_spans(dim: int, n: int, mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[list[Span]]:
     """Return the spans of one tensor dimension at each coordinate of a mesh, in C order. Equal spans are one object."""
-    cuts = tuple(cut if cut is not None and cut.dim == dim else None for cut in mesh.cuts)
-    places = [range(size) if cut else (0,) * size for size, cut in zip(mesh.sizes, cuts, strict=True)]
+    cuts = tuple(cut if cut is not None and cut.dim == dim else None for cut in cuts)
+    distinct = [range(size) if cut else (0,) * size for size, cut in zip(mesh, cuts, strict=True)]
     known: dict[Ints, list[Span]] = {}
     found = []
-    for place in itertools.product(*places):
-        if place not in known:
-            known[place] = _spans(n, mesh.sizes, place, cuts)
-        found.append(known[place])
+    for coordinate in itertools.product(*distinct):
+        if coordinate not in known:
+            known[coordinate] = _spans(n, mesh, coordinate, cuts)
+        found.append(known[coordinate])
     return found
-
-
-def _with_starts(runs: Sequence[Span]) -> list[tuple[int, int, int]]:
-    out, start = [], 0
-    for offset, length in runs:
-        out.append((offset, length, start))
-        start += length
-    return out
 
 
 def _spans(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[Span]:
@@ -124,11 +110,11 @@ def _spans(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> 
             begin = min(step * coordinate[m], length)
             offset, length = offset + begin, min(step, length - begin)
         return [(offset, length)]
-    runs = [(0, n)]
+    spans = [(0, n)]
     for m, cut in enumerate(cuts):
         if cut is not None:
-            runs = _interleaved(runs, mesh[m], coordinate[m], cut.factor)
-    return runs
+            spans = _interleave(spans, mesh[m], coordinate[m], cut.factor)
+    return spans
 
 
 @lru_cache(maxsize=512)
@@ -143,33 +129,33 @@ def _true_order(mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[int] | None:
         if cut is None:
             continue
         before = 1
-        for place in range(len(order) + 1):
+        for index in range(len(order) + 1):
             if before == cut.factor:
-                order.insert(place, m)
+                order.insert(index, m)
                 break
-            if place < len(order):
-                before *= mesh[order[place]]
+            if index < len(order):
+                before *= mesh[order[index]]
         else:
             return None
     return order
 
 
-def _interleaved(runs: list[Span], parts: int, mine: int, factor: int) -> list[Span]:
+def _interleave(spans: list[Span], parts: int, mine: int, factor: int) -> list[Span]:
     """Apply torch's ``_StridedShard``: cut into ``factor`` pieces and each into ``parts``; keep one part of each."""
-    total = sum(length for _, length in runs)
+    total = sum(length for _, length in spans)
     outer = -(-total // factor)
     out: list[Span] = []
     for piece in range(factor):
         begin, end = min(piece * outer, total), min((piece + 1) * outer, total)
         inner = -(-(end - begin) // parts)
-        out += _cut_out(runs, min(begin + mine * inner, end), min(begin + (mine + 1) * inner, end))
-    return _joined(out)
+        out += _select_positions(spans, min(begin + mine * inner, end), min(begin + (mine + 1) * inner, end))
+    return _join_spans(out)
 
 
-def _joined(runs: list[Span]) -> list[Span]:
+def _join_spans(spans: list[Span]) -> list[Span]:
     """Join spans that follow one another without a gap."""
     out: list[Span] = []
-    for offset, length in runs:
+    for offset, length in spans:
         if out and sum(out[-1]) == offset:
             out[-1] = (out[-1][0], out[-1][1] + length)
         else:
@@ -177,11 +163,11 @@ def _joined(runs: list[Span]) -> list[Span]:
     return out
 
 
-def _cut_out(runs: list[Span], begin: int, end: int) -> list[Span]:
+def _select_positions(spans: list[Span], begin: int, end: int) -> list[Span]:
     """Return the spans of positions begin to end in the concatenation of spans."""
     out: list[Span] = []
     at = 0
-    for offset, length in runs:
+    for offset, length in spans:
         lo, hi = max(begin, at), min(end, at + length)
         if lo < hi:
             out.append((offset + lo - at, hi - lo))

@@ -62,13 +62,13 @@ class StoredArray:
         """Return the jobs of :meth:`box_jobs` for one chunk. They fetch only subchunks that overlap the box."""
         node, table = self.node, self.table(chunk)
         numbers = subchunks_in(node.grid, chunk, box)
-        runs: Sequence[Sequence[int]] = runs_of(node, numbers, memory)
-        read = read_run
+        ranges: Sequence[Sequence[int]] = request_ranges(node, numbers, memory)
+        read = read_neighbours
         if self.store.is_local and node.compression is None:
             step = max(1, FILE_BYTES // subchunk_bytes(node))
-            runs = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
+            ranges = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
             read = read_local
-        return [partial(read, ChunkPart(self, chunk, run, table), box, target, memory) for run in runs]
+        return [partial(read, StoredSubchunks(self, chunk, part, table), box, target, memory) for part in ranges]
 
     def read(self, box: Box | None = None) -> RawArray:
         """Read a box of the array (default: the whole array) in the calling thread. Returns raw elements."""
@@ -114,7 +114,7 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class ChunkPart:
+class StoredSubchunks:
     """Subchunks of one chunk that one job reads."""
 
     array: StoredArray
@@ -157,7 +157,7 @@ def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
     return grid.subchunks_of(Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape))
 
 
-def runs_of(node: ArrayNode, numbers: Sequence[int], memory: BytesBudget) -> list[range]:
+def request_ranges(node: ArrayNode, numbers: Sequence[int], memory: BytesBudget) -> list[range]:
     """Return ascending numbers of subchunks as ranges of neighbours, each for one request."""
     request_bytes = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
     return neighbours(numbers, max(1, request_bytes // subchunk_bytes(node)))
@@ -174,7 +174,7 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
     return out
 
 
-def read_local(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_local(part: StoredSubchunks, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
     """Fill a target from a local file. Returns the number of bytes read and of bytes filled.
 
     Subchunks are read directly into the target if their bytes are contiguous there. Raises CorruptCheckpointError with
@@ -207,7 +207,7 @@ def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
     return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
 
 
-def read_run(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_neighbours(part: StoredSubchunks, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
     """Fetch, check and copy neighbouring subchunks. Returns the number of bytes fetched and of bytes filled.
 
     One request. Raises CorruptCheckpointError with the array and the object's key for a missing, short or altered
@@ -231,7 +231,7 @@ def unpacking_bytes(node: ArrayNode) -> int:
 
 
 @contextmanager
-def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
+def fetched(part: StoredSubchunks, memory: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
     """Fetch neighbouring subchunks as they are stored, unchecked. One request.
 
     Yields their bytes, and scratch memory for :func:`unpacked`. Raises CorruptCheckpointError for a missing object.
@@ -248,7 +248,7 @@ def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, Ra
             yield fetch(part), taken
 
 
-def fetch(part: ChunkPart, stored: RawArray | None = None) -> RawArray:
+def fetch(part: StoredSubchunks, stored: RawArray | None = None) -> RawArray:
     """Fetch neighbouring subchunks as they are stored, unchecked, into ``stored`` if it is given. One request.
 
     Raises CorruptCheckpointError for a missing object.
@@ -261,7 +261,7 @@ def fetch(part: ChunkPart, stored: RawArray | None = None) -> RawArray:
     return stored
 
 
-def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:
+def unpacked(part: StoredSubchunks, number: int, stored: RawArray, out: RawArray) -> RawArray:
     """Check a stored subchunk and return the bytes of its elements, decompressed into ``out`` if need be.
 
     Without compression this is a view of ``stored``. Raises CorruptCheckpointError with the array and the object's key
@@ -281,7 +281,7 @@ def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> R
     return out
 
 
-def altered(part: ChunkPart, number: int) -> CorruptCheckpointError:
+def altered(part: StoredSubchunks, number: int) -> CorruptCheckpointError:
     """Return the error for a subchunk that differs from the save."""
     return CorruptCheckpointError(
         f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is damaged: the checksum "

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
+from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
-from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
+from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.holders import ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
@@ -33,23 +35,40 @@ Replicas = Mapping[bytes, Sequence[ReplicaPart]]
 """The parts that this rank holds together with others, by the ranks that hold them (see ``GlobalState.replicas``)."""
 
 _NO_PLAN = bytes(8)
-_DIGEST_BYTES, _NAME_BYTES, _FOLD_BYTES = 16, 8, 8
+_DIGEST_BYTES = 16
 _PRIME = (1 << 61) - 1
 
 
+@record
 @dataclass(frozen=True)
-class Agreed(Generic[A]):
+class SentAttempt:
+    """An attempt, as the coordinator sends it to all ranks."""
+
+    save_id: str
+    tree: str
+    """The key prefix of the attempt's objects."""
+    base_id: str
+    """The save id of the checkpoint that this one replaces, or ''."""
+    host: str
+    """The name of the coordinator's host."""
+
+    def __post_init__(self) -> None:
+        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
+            raise ValueError(f"the tree {self.tree!r:.100} does not belong to the attempt {self.save_id!r:.100}")
+
+
+@dataclass(frozen=True)
+class AgreedPlan(Generic[A]):
     """A plan that all ranks have computed, and the attempt that the coordinator began with it."""
 
     state: LocalState
     plan: SavePlan
-    part: RankPlan
-    """This rank's part of the plan."""
+    rank_plan: RankPlan
     attempt: A
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptPlan:
     """A plan that a rank keeps for the next save of the same state."""
 
     name: bytes
@@ -58,19 +77,13 @@ class _Kept:
     """The digest of this rank's description."""
     options: PlanOptions
     plan: SavePlan
-    part: RankPlan
+    rank_plan: RankPlan
     replicas: Replicas
     group_numbers: GroupNumbers
 
 
-_kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
+_kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _KeptPlan]] = {}
 """The last plan of each process group, by its members, and the default process group at that time."""
-
-
-def _kept_of(rounds: Rounds) -> _Kept | None:
-    known = _kept_plans.get(rounds.members)
-    # Under a new default process group, the kept plans of the ranks may differ.
-    return known[1] if known is not None and known[0] is rounds.world else None
 
 
 class _Hello(NamedTuple):
@@ -96,7 +109,7 @@ class _Hello(NamedTuple):
 
 @record
 @dataclass(frozen=True)
-class _Begun(Generic[A]):
+class _BeginAnswer(Generic[A]):
     """The coordinator's answer if the plan is agreed and the attempt has begun."""
 
     attempt: A
@@ -104,7 +117,7 @@ class _Begun(Generic[A]):
 
 @record
 @dataclass(frozen=True)
-class _Compare:
+class _CompareAnswer:
     """The replicas that the next round compares, and those that are known to differ."""
 
     in_detail: frozenset[bytes] = frozenset()
@@ -118,34 +131,30 @@ class _Compare:
 
 
 @record
-class _Checked(NamedTuple):
+class _PlanDigests(NamedTuple):
     """The digests that a rank sends after it has computed the plan."""
 
     plan: bytes
     folds: bytes
-    """One digest per group of ranks, see :func:`_folded`."""
+    """For each group of ranks with replicas, its name and a digest of these replicas, 8 bytes each."""
     details: Mapping[ReplicaPart, bytes]
     """One digest per part, if the round compares parts."""
 
 
 def agree(
     rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
-) -> Agreed[A]:
+) -> AgreedPlan[A]:
     """Agree on a plan with all ranks. The coordinator then calls ``begin`` and sends its result to all ranks.
 
     An error of ``read_state`` or ``begin`` on one rank is raised on all. Raises UnsupportedLayoutError if the ranks'
     parts of a tensor do not fit together. The coordinator warns if ranks hold different contents under one name.
     """
-    return _Agreement(rounds, read_state, options, begin).reached()
-
-
-def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> Agreed[None]:
-    """Agree on the plan of a save without making the save. Raises the errors of :func:`agree`."""
     if rounds.size > 1:
-        return agree(rounds, read_state, options, lambda layout: None)
+        return _Agreement(rounds, read_state, options, begin).reach()
+    # A single process has no other rank to compare digests with.
     state = read_state()
     plan = plan_alone(state, options, rounds.members)
-    return Agreed(state, plan, plan.part(0), None)
+    return AgreedPlan(state, plan, plan.rank_plan(0), begin(plan.layout))
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
@@ -165,37 +174,39 @@ class _Agreement(Generic[A]):
         self._read_state = read_state
         self._options = options
         self._begin = begin
-        self._last = _kept_of(rounds)
+        known = _kept_plans.get(rounds.members)
+        # Under a new default process group, the kept plans of the ranks may differ.
+        self._last = known[1] if known is not None and known[0] is rounds.world else None
         self._plan: SavePlan
-        self._part: RankPlan
+        self._rank_plan: RankPlan
         self._replicas: Replicas
         self._group_numbers: GroupNumbers
 
-    def reached(self) -> Agreed[A]:
+    def reach(self) -> AgreedPlan[A]:
         first = self._rounds.merge("the digests of their states", self._hello, self._answer_to_hellos)
-        if isinstance(first, _Begun):
+        if isinstance(first, _BeginAnswer):
             assert self._last is not None
-            return Agreed(self._state, self._last.plan, self._last.part, first.attempt)
+            return AgreedPlan(self._state, self._last.plan, self._last.rank_plan, first.attempt)
         packed, options = self._rounds.merge(
             "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
         )
-        gathered = AllDescriptions.sent(packed, first.given, self._rounds.members)
-        compare = _Compare()
+        gathered = AllDescriptions.from_packed(packed, first.numbers, self._rounds.members)
+        compare = _CompareAnswer()
         while True:
             answer = self._rounds.merge(
                 "their plans",
-                partial(self._check, gathered, options, compare),
+                partial(self._compute_plan, gathered, options, compare),
                 partial(self._answer_to_plans, gathered, compare),
             )
-            if isinstance(answer, _Begun):
+            if isinstance(answer, _BeginAnswer):
                 break
             compare = answer
         if not compare.only and not self._plan.state.differing:
             name = _name_of(gathered, options, self._plan)
             digest = self._description.digest
-            kept = _Kept(name, digest, options, self._plan, self._part, self._replicas, self._group_numbers)
+            kept = _KeptPlan(name, digest, options, self._plan, self._rank_plan, self._replicas, self._group_numbers)
             _kept_plans[self._rounds.members] = (self._rounds.world, kept)
-        return Agreed(self._state, self._plan, self._part, answer.attempt)
+        return AgreedPlan(self._state, self._plan, self._rank_plan, answer.attempt)
 
     # -- all ranks
 
@@ -209,32 +220,35 @@ class _Agreement(Generic[A]):
         balance = _balance(self._state, self._last.replicas, self._rounds.rank)
         return _Hello(digest, self._last.name, balance).packed()
 
-    def _described(self, asked: Asked) -> tuple[str, bytes] | None:
+    def _described(self, request: DescriptionRequest) -> tuple[str, bytes] | None:
         """Return the version that packed the description, and the description, if this rank is to send it."""
         own = self._description
-        return (own.version, own.packed) if self._rounds.rank in asked.senders else None
+        return (own.version, own.packed) if self._rounds.rank in request.senders else None
 
-    def _check(self, gathered: AllDescriptions, options: PlanOptions, compare: _Compare) -> _Checked:
+    def _compute_plan(self, gathered: AllDescriptions, options: PlanOptions, compare: _CompareAnswer) -> _PlanDigests:
         if compare.in_detail:
-            return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.in_detail))
+            groups = (parts for ranks, parts in self._replicas.items() if _group_name(ranks) in compare.in_detail)
+            details = {part: self._state.digest(part) for parts in groups for part in parts}
+            return _PlanDigests(self._plan.digest, b"", details)
         state = gather_state(gathered, compare.only)
-        self._group_numbers = gathered.group_numbers(int(gathered.given[self._rounds.rank]))
+        self._group_numbers = gathered.group_numbers(int(gathered.numbers[self._rounds.rank]))
         self._state.renumber_groups(self._group_numbers)
         self._plan = plan_save(state, options)
-        self._part = self._plan.part(self._rounds.rank)
+        self._rank_plan = self._plan.rank_plan(self._rounds.rank)
         self._replicas = state.replicas(self._rounds.rank)
-        folds = b"" if compare.ended else _folded(self._state, self._replicas)
-        return _Checked(self._plan.digest, folds, {})
+        replicas = {} if compare.ended else self._replicas
+        folds = b"".join(_group_name(ranks) + self._state.fold(parts) for ranks, parts in replicas.items())
+        return _PlanDigests(self._plan.digest, folds, {})
 
     # -- the coordinator
 
-    def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | Asked:
+    def _answer_to_hellos(self, packed: Sequence[bytes]) -> _BeginAnswer[A] | DescriptionRequest:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
         known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
         # If the sum is not 0, the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
-            return _Begun(self._begin(last.plan.layout))
-        return Asked.by([hello.digest for hello in hellos])
+            return _BeginAnswer(self._begin(last.plan.layout))
+        return DescriptionRequest.from_digests([hello.digest for hello in hellos])
 
     def _answer_to_descriptions(self, sent: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
         found = [one for one in sent if one is not None]
@@ -246,8 +260,8 @@ class _Agreement(Generic[A]):
         return [packed for _, packed in found], self._options
 
     def _answer_to_plans(
-        self, gathered: AllDescriptions, compare: _Compare, found: Sequence[_Checked]
-    ) -> _Begun[A] | _Compare:
+        self, gathered: AllDescriptions, compare: _CompareAnswer, found: Sequence[_PlanDigests]
+    ) -> _BeginAnswer[A] | _CompareAnswer:
         others = [rank for rank, checked in enumerate(found) if checked.plan != found[0].plan]
         if others:
             raise CheckpointError(
@@ -258,22 +272,17 @@ class _Agreement(Generic[A]):
         if not compare.ended:
             if compare.in_detail:
                 only, differing = differing_parts([checked.details for checked in found])
-                return _Compare(only=only, differing=differing, ended=True)
+                return _CompareAnswer(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
-                return _Compare(in_detail=unlike)
+                return _CompareAnswer(in_detail=unlike)
         contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
         _refuse_numbered(gathered, contents)
         warn_of(contents)
-        return _Begun(self._begin(self._plan.layout))
+        return _BeginAnswer(self._begin(self._plan.layout))
 
 
 def _group_name(ranks: bytes) -> bytes:
-    return hashlib.blake2b(ranks, digest_size=_NAME_BYTES).digest()
-
-
-def _folded(state: LocalState, replicas: Replicas) -> bytes:
-    """Return 16 bytes per group of ranks: its name, and a digest of all parts that the group holds in common."""
-    return b"".join(_group_name(ranks) + state.fold(parts) for ranks, parts in replicas.items())
+    return hashlib.blake2b(ranks, digest_size=8).digest()
 
 
 def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
@@ -283,28 +292,16 @@ def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
     """
     balance = 0
     for ranks, parts in replicas.items():
-        digest = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=_FOLD_BYTES).digest()
+        digest = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=8).digest()
         positions = np.frombuffer(ranks, np.int64)
         balance += int.from_bytes(digest, "little") * (1 - len(positions) if positions[0] == rank else 1)
     return balance % _PRIME
 
 
-def _details(state: LocalState, replicas: Replicas, names: frozenset[bytes]) -> dict[ReplicaPart, bytes]:
-    """Return the digest of each part that this rank holds as a member of the groups with these names."""
-    groups = [parts for ranks, parts in replicas.items() if _group_name(ranks) in names]
-    return {part: state.digest(part) for parts in groups for part in parts}
-
-
 def _unlike_groups(folds: Iterable[bytes]) -> frozenset[bytes]:
     """Return the names of the groups of ranks whose replicas differ."""
-    known: dict[bytes, bytes] = {}
-    unlike = set()
-    for row in folds:
-        for begin in range(0, len(row), _NAME_BYTES + _FOLD_BYTES):
-            name, fold = row[begin : begin + _NAME_BYTES], row[begin + _NAME_BYTES : begin + _NAME_BYTES + _FOLD_BYTES]
-            if known.setdefault(name, fold) != fold:
-                unlike.add(name)
-    return frozenset(unlike)
+    distinct = {own[begin : begin + 16] for own in folds for begin in range(0, len(own), 16)}
+    return frozenset(name for name, count in Counter(fold[:8] for fold in distinct).items() if count > 1)
 
 
 def differing_parts(
@@ -328,7 +325,7 @@ def differing_parts(
 
 def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
     digests = [description.digest for description in gathered.descriptions]
-    inputs = repr((digests, gathered.given.tolist(), options)).encode()
+    inputs = repr((digests, gathered.numbers.tolist(), options)).encode()
     return hashlib.blake2b(inputs + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 
@@ -348,7 +345,7 @@ def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence
         own = {fqn: ranks for fqn, ranks in differing.items() if not name or fqn.startswith(f"{name}.")}
         if own:
             raise UnsupportedLayoutError(
-                f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_differing_shown(own)}. Its "
+                f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_format_differing(own)}. Its "
                 "parameters have only numbers, so the parameters of different ranks cannot be distinguished. Nothing "
                 "was written. Add the module that it trains to the state, or save every rank's optimizer with "
                 "zarrckpt.PerRank(optimizer)"
@@ -360,11 +357,11 @@ def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
     if not differing:
         return
     warn(
-        f"{len(differing)} entries differ between ranks: {_differing_shown(differing)}. Of each, only the lowest of "
+        f"{len(differing)} entries differ between ranks: {_format_differing(differing)}. Of each, only the lowest of "
         "these ranks' contents is saved. To save every rank's value, wrap it in zarrckpt.PerRank(value)"
     )
 
 
-def _differing_shown(differing: Mapping[str, Sequence[int]]) -> str:
+def _format_differing(differing: Mapping[str, Sequence[int]]) -> str:
     shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
     return f"{shown} and {len(differing) - 10} more" if len(differing) > 10 else shown

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from zarrckpt._errors import CheckpointError, log, printable
 from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
+from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import RankSave, save_in_rounds
 from zarrckpt._save.staging import Stager, streams_in_use
+from zarrckpt._save.steps import RankSave, save_in_rounds
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Url
@@ -131,10 +132,10 @@ class _Saver:
             call = joined(ranks, f"the background save to {url}", request.options.timeout, queue="background")
             with contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
-                look = request.refuse_committed if rounds.rank == 0 else lambda: None
-                with in_thread(look) as looked:
+                check = request.refuse_committed if rounds.rank == 0 else lambda: None
+                with in_thread(check) as checked:
                     copies = [self._copy_of(state, keep_buffers, copy_in_background)]
-                rounds.merge("their copies of the state", lambda: None, lambda _: looked())
+                call_on_coordinator(rounds, "their copies of the state", checked)
                 # The background save uses the same connections, because the process group may be destroyed meanwhile.
                 connected = stack.pop_all()
 
@@ -180,22 +181,19 @@ class _Saver:
 
         return fail
 
-    def finish(self) -> None:
-        """Wait for the current save, if any. Log its error if no caller has asked for it."""
-        if self._last is not None and (failure := self._last.unasked_failure()) is not None:
-            log.error("%s", failure)
-
     def wait(self) -> None:
         """Wait for the current save, if any."""
         if self._last is not None:
             Future.exception(self._last)
 
-    def report_end(self) -> None:
-        """Write the error of the last save to the log and to stderr if no caller has asked for it."""
-        if self._last is not None and (failure := self._last.unasked_failure()) is not None:
-            # Without handlers, logging itself would write a second line to stderr.
-            if log.hasHandlers():
-                log.error("%s", failure)
+    def finish(self, *, at_exit: bool = False) -> None:
+        """Wait for the current save, if any. Log its error if no caller has asked for it; at exit, also to stderr."""
+        if self._last is None or (failure := self._last.unasked_failure()) is None:
+            return
+        # Without handlers, logging itself would write a second line to stderr.
+        if not at_exit or log.hasHandlers():
+            log.error("%s", failure)
+        if at_exit:
             print(printable(f"zarrckpt: {failure}"), file=sys.stderr, flush=True)
 
 
@@ -212,7 +210,7 @@ def _at_end(method: Callable[[_Saver], None]) -> None:
 # hook runs before the hook of concurrent.futures, because it is registered later.
 threading._register_atexit(partial(_at_end, _Saver.wait))  # type: ignore[attr-defined]
 # Hooks that are registered later run earlier, so this line is among the last on stderr.
-atexit.register(_at_end, _Saver.report_end)
+atexit.register(_at_end, partial(_Saver.finish, at_exit=True))
 
 
 def async_save(
@@ -239,25 +237,18 @@ def async_save(
     this rank's part of the state.
 
     Args:
-        state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values. Values are encoded during the copy. After the call the state may change, and the process
-            group may be destroyed. With ``copy_in_background`` the state may change after ``future.copied()``.
-        url: the url of the new checkpoint: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, any fsspec url,
-            or a zarr or obstore store. ``zarr.storage.StorePath(store, "run/step-7")`` is a path in a store.
-        overwrite: replace a committed checkpoint at this url. The old one stays readable until the new one is
-            committed. Default False: raise CheckpointExistsError.
-        metadata: a dict of JSON types to store with the checkpoint, such as ``{"step": 7, "val_loss": 2.1}``, at most
-            64 KiB. Tensors and numpy values of one element are stored as numbers. ``Checkpoint.metadata``,
-            ``zarrckpt info`` and ``ls`` show it. If ranks pass different metadata, the coordinator's is saved.
+        state: as for :func:`zarrckpt.save`. Values are encoded during the copy. After the call the state may change,
+            and the process group may be destroyed. With ``copy_in_background`` the state may change after
+            ``future.copied()``.
+        url: the url of the new checkpoint, as for :func:`zarrckpt.save`.
+        overwrite: replace a committed checkpoint at this url (default False: raise CheckpointExistsError).
+        metadata: a dict of JSON types to store with the checkpoint, as for :func:`zarrckpt.save`.
         process_group: the ranks that save together (default: all). Each rank of the group must call it.
         no_dist: save this process alone, as in :func:`zarrckpt.save`.
-        storage_options: options of the store by name, as fsspec or obstore accept them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``). Defaults come from the environment. For tokens that expire, pass
-            ``credential_provider``, a picklable callable that returns fresh credentials. Raises StorageError for an
-            unknown name.
-        options: the layout and the transfer of bytes, see :class:`SaveOptions`. Its ``timeout`` applies separately to
-            this call and to the background save.
-        progress: called on each rank as ``progress(bytes_done, bytes_total)``, in background threads.
+        storage_options: options of the store by name, as for :func:`zarrckpt.save`.
+        options: as for :func:`zarrckpt.save`. Its ``timeout`` applies separately to this call and to the background
+            save.
+        progress: as for :func:`zarrckpt.save`, called in background threads.
         keep_buffers: keep the memory of the copy for the next call (default). The next copy then takes about a third
             of the time, because allocating and pinning memory is slow. False frees the memory after this save.
         copy_in_background: return before the state is copied. Then call ``future.copied()`` before the next optimizer

@@ -15,11 +15,11 @@ from zarrckpt._ranks.messages import Channel, Pending, cut, is_intact, message_b
 from zarrckpt._save.items import Items
 
 Received = Mapping[int, RawArray]
-"""The parts of a chunk that other ranks sent, as flat bytes, by their index in ``ChunkPlan.parts``."""
+"""The pieces of a chunk that other ranks sent, as flat bytes, by their index in ``ChunkPlan.pieces``."""
 
 
 @dataclass
-class _Moving:
+class _BundleTransfer:
     """A bundle whose messages have been posted and have not all arrived."""
 
     bundle: Bundle
@@ -52,17 +52,18 @@ class Exchange:
         The caller must make each chunk a job with :meth:`counted`, which frees the chunk's memory. Several bundles move
         at the same time if they fit into the memory limit. Raises PeerLost.
         """
-        moving: deque[_Moving] = deque()
+        moving: deque[_BundleTransfer] = deque()
         for bundle in self._plan.bundles.values():
-            nbytes = self._memory_of(bundle)
+            nbytes = sum(self._items.nbytes(sent.item, sent.box) for sent in bundle.sends)
+            nbytes += sum(self.received_bytes(chunk) for chunk in bundle.chunks)
             while moving and self._used + nbytes > self._limit:
-                yield from self._ended(moving.popleft())
+                yield from self._end_transfer(moving.popleft())
             self._wait_for_memory(nbytes)
             if self._stopped:
                 return
-            moving.append(self._begun(_Moving(bundle, nbytes)))
+            moving.append(self._begin_transfer(_BundleTransfer(bundle, nbytes)))
         while moving and not self._stopped:
-            yield from self._ended(moving.popleft())
+            yield from self._end_transfer(moving.popleft())
 
     def counted(self, nbytes: int, job: Callable[[], None]) -> Callable[[], None]:
         """Return a job that runs ``job``, and counts ``nbytes`` of memory as free when it ends."""
@@ -91,16 +92,12 @@ class Exchange:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._used or self._used + nbytes <= self._limit)
 
-    def _memory_of(self, bundle: Bundle) -> int:
-        sent = sum(self._items.nbytes(sending.item, sending.box) for sending in bundle.sends)
-        return sent + sum(self.received_bytes(chunk) for chunk in bundle.chunks)
-
     def received_bytes(self, chunk: ChunkPlan) -> int:
         """Return the bytes of a chunk that other ranks send."""
         itemsize = self._plan.arrays[chunk.fqn].dtype.itemsize
-        return sum(part.box.size * itemsize for part in chunk.parts if part.source is not None)
+        return sum(piece.box.size * itemsize for piece in chunk.pieces if piece.source is not None)
 
-    def _begun(self, moving: _Moving) -> _Moving:
+    def _begin_transfer(self, moving: _BundleTransfer) -> _BundleTransfer:
         """Post all messages of a bundle, so that they can arrive in any order."""
         for source, parts in self._receives(moving.bundle).items():
             moving.receives[source] = self._channel.recv(source, message_bytes(parts))
@@ -110,24 +107,25 @@ class Exchange:
             self._used += moving.nbytes
         return moving
 
-    def _ended(self, moving: _Moving) -> Iterator[list[tuple[ChunkPlan, Received]]]:
+    def _end_transfer(self, moving: _BundleTransfer) -> Iterator[list[tuple[ChunkPlan, Received]]]:
         sizes = self._receives(moving.bundle)
         received = {
-            source: self._opened(source, handle.wait(), sizes[source]) for source, handle in moving.receives.items()
+            source: self._open_message(source, handle.wait(), sizes[source])
+            for source, handle in moving.receives.items()
         }
-        yield [(chunk, _taken(chunk, received)) for chunk in moving.bundle.chunks]
+        yield [(chunk, _take_pieces(chunk, received)) for chunk in moving.bundle.chunks]
         for handle in moving.sends:
             handle.wait()
         self._free(moving.nbytes - sum(self.received_bytes(chunk) for chunk in moving.bundle.chunks))
 
     def _messages(self, bundle: Bundle) -> list[tuple[int, RawArray]]:
-        """Return one message per receiver, with the parts in the order of the plan."""
+        """Return one message per receiver, with the pieces in the order of the plan."""
         parts: dict[int, list[tuple[int, Box]]] = {}
         for sending in bundle.sends:
             parts.setdefault(sending.to, []).append((sending.item, sending.box))
-        return [(to, self._packed(rows)) for to, rows in parts.items()]
+        return [(to, self._pack_message(rows)) for to, rows in parts.items()]
 
-    def _packed(self, parts: list[tuple[int, Box]]) -> RawArray:
+    def _pack_message(self, parts: list[tuple[int, Box]]) -> RawArray:
         sizes = [self._items.nbytes(*part) for part in parts]
         message = new_message(sum(sizes))
         for (item, box), out in zip(parts, cut(message, sizes), strict=True):
@@ -135,16 +133,16 @@ class Exchange:
         return seal(message)
 
     def _receives(self, bundle: Bundle) -> dict[int, list[int]]:
-        """Return the sizes in bytes of a bundle's parts by sending rank, in the order of this rank's chunks."""
+        """Return the sizes in bytes of a bundle's pieces by sending rank, in the order of this rank's chunks."""
         sizes: dict[int, list[int]] = {}
         for chunk in bundle.chunks:
             itemsize = self._plan.arrays[chunk.fqn].dtype.itemsize
-            for part in chunk.parts:
-                if part.source is not None:
-                    sizes.setdefault(part.source, []).append(part.box.size * itemsize)
+            for piece in chunk.pieces:
+                if piece.source is not None:
+                    sizes.setdefault(piece.source, []).append(piece.box.size * itemsize)
         return sizes
 
-    def _opened(self, rank: int, message: RawArray, sizes: list[int]) -> Iterator[RawArray]:
+    def _open_message(self, rank: int, message: RawArray, sizes: list[int]) -> Iterator[RawArray]:
         """Return the parts of a message. Raises CheckpointError if its checksum differs."""
         if not is_intact(message):
             raise CheckpointError(
@@ -154,5 +152,5 @@ class Exchange:
         return cut(message, sizes)
 
 
-def _taken(chunk: ChunkPlan, received: Mapping[int, Iterator[RawArray]]) -> Received:
-    return {index: next(received[part.source]) for index, part in enumerate(chunk.parts) if part.source is not None}
+def _take_pieces(chunk: ChunkPlan, received: Mapping[int, Iterator[RawArray]]) -> Received:
+    return {index: next(received[piece.source]) for index, piece in enumerate(chunk.pieces) if piece.source is not None}

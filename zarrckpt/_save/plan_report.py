@@ -15,13 +15,13 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import parent_groups
 from zarrckpt._jobs import check_limits
 from zarrckpt._options import SaveOptions, checked_options
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.plan import SavePlan
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import PlanReport
-from zarrckpt._save.agree import Agreed, plan_together
+from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.write import blob_node, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_objects_of_ranks
@@ -57,21 +57,17 @@ def plan_report(
     if no_dist:
         refuse_objects_of_ranks(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
-        agreed = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
-        blobs: list[ArrayNode] = rounds.merge("their values", partial(_own_blobs, agreed), _joined_blobs)
-    return report_of(agreed.plan, rounds.members, ranks_per_host, blobs)
+        agreed = agree(rounds, partial(LocalState.from_user_state, state), options.plan, lambda layout: None)
+        blobs = rounds.merge("their values", partial(_own_blobs, agreed), list)
+    return report_of(agreed.plan, rounds.members, ranks_per_host, [*chain(*blobs)])
 
 
-def _joined_blobs(found: list[list[ArrayNode]]) -> list[ArrayNode]:
-    return [*chain(*found)]
-
-
-def _own_blobs(agreed: Agreed[None]) -> list[ArrayNode]:
+def _own_blobs(agreed: AgreedPlan[None]) -> list[ArrayNode]:
     """Return the arrays of the values that this rank would store as blobs.
 
     Raises UnsupportedValueError if a value cannot be saved.
     """
-    paths = agreed.part.object_paths.items()
+    paths = agreed.rank_plan.object_paths.items()
     stored = ((path, encode_value(agreed.state, fqn).stored(fqn)) for fqn, path in paths)
     return [blob_node(path, len(blob.payload)) for path, blob in stored if blob is not None]
 
@@ -80,7 +76,7 @@ def report_of(
     plan: SavePlan, members: Sequence[int], ranks_per_host: int | None = None, blobs: Sequence[ArrayNode] = ()
 ) -> PlanReport:
     """Return the report of a plan. ``members`` are the ranks' numbers in the default process group."""
-    nodes, dealt = plan.layout.tensors.values(), plan.dealt
+    nodes, chunk_owners = plan.layout.tensors.values(), plan.chunk_owners
     arrays = [*nodes, *blobs]
     blob_chunks = sum(node.grid.num_chunks for node in blobs)
     # Tables of checksums and writers, and of sizes if an array is compressed. Each has a document, and a chunk unless
@@ -92,22 +88,22 @@ def report_of(
     return PlanReport(
         ranks=plan.layout.world_size,
         tensors=len(nodes),
-        nbytes=int(dealt.nbytes.sum()),
-        objects=len(dealt.owner),
+        nbytes=int(chunk_owners.nbytes.sum()),
+        objects=len(chunk_owners.owner),
         documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + other,
-        rank_bytes=tuple(dealt.rank_bytes()),
-        moved_bytes=dealt.moved_bytes(),
-        merged=dealt.merged(),
-        bundles=len(np.unique(dealt.bundle[dealt.bundle >= 0])),
+        rank_bytes=tuple(chunk_owners.rank_bytes()),
+        moved_bytes=chunk_owners.moved_bytes(),
+        merged=chunk_owners.merged(),
+        bundles=len(np.unique(chunk_owners.bundle[chunk_owners.bundle >= 0])),
         control_rounds=_ROUNDS if plan.layout.world_size > 1 else 0,
         rank_connections=tuple(connections(plan).tolist()),
-        host_bytes=None if hosts is None else dealt.moved_bytes(hosts),
+        host_bytes=None if hosts is None else chunk_owners.moved_bytes(hosts),
     )
 
 
 def connections(plan: SavePlan) -> Numbers:
     """Return the number of connections of each rank of a save: those of the tree of rounds, and those for pieces."""
-    peers = plan.dealt.peers()
+    peers = plan.chunk_owners.peers()
     for rank in range(1, len(peers)):
         parent = (rank - 1) // FANOUT
         peers[rank, parent] = peers[parent, rank] = True

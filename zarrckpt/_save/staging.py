@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
 from zarrckpt._state.digests import is_parameter_list
-from zarrckpt._state.flatten import OwnRank, entered
-from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, has_box_attributes, held_of
+from zarrckpt._state.flatten import OwnRank, is_flattened
+from zarrckpt._state.local_boxes import AttributeBoxes, DTensorBoxes, SeparateBoxes, has_box_attributes, to_local_boxes
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
@@ -66,7 +66,7 @@ class Stager:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
             staged: dict[Any, Any] = copies.of(state, "")
-            copies.run(_copy_in_threads)
+            copies.fill()
         if keep:
             self.buffers = copies.buffers
         return staged
@@ -85,12 +85,11 @@ class _Copies:
         self._kept = kept
         self.buffers: dict[str, _Buffer] = {}
         self._shared: dict[object, torch.Tensor] = {}
-        self._targets: _Tensors = []
-        self._sources: _Tensors = []
-        self._from_devices: dict[torch.device, tuple[_Tensors, _Tensors]] = {}
+        self._copies: dict[torch.device, tuple[_Tensors, _Tensors]] = {}
+        """The buffers to fill and their sources, by the device of the sources."""
 
     def of(self, value: Any, name: str) -> Any:
-        """Return the copy of a value. :meth:`run` fills its tensors."""
+        """Return the copy of a value. :meth:`fill` fills its tensors."""
         kind = type(value)
         if kind in _PLAIN and not has_box_attributes(value):
             return self._tensor(value, name)
@@ -99,7 +98,7 @@ class _Copies:
         if isinstance(value, Mapping) and (value or not name):
             copied = {key: self.of(item, f"{name}.{key}") for key, item in value.items()}
             return kind(copied) if kind in (OrderedDict, OwnRank) else copied
-        if isinstance(value, list) and entered(value):
+        if isinstance(value, list) and is_flattened(value):
             return [self.of(item, f"{name}.{index}") for index, item in enumerate(value)]
         if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
             return self._other_tensor(value, name)
@@ -112,18 +111,18 @@ class _Copies:
             return self._sharded(tensor, name)
         if has_box_attributes(tensor):
             copied = self._tensor(tensor, name)
-            return tensor if copied is tensor else HeldParts(name[1:], tensor, copied)
+            return tensor if copied is tensor else AttributeBoxes(name[1:], tensor, copied)
         return self._tensor(plain_tensor(tensor), name)
 
     def _sharded(self, tensor: Any, name: str) -> Any:
         if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
             return tensor  # The save raises the error.
-        held = held_of(name[1:], tensor)
-        if isinstance(held, HeldPieces):
-            return held.copied(lambda box, piece: self._tensor(piece, f"{name}@{box.offset}"))
+        boxes = to_local_boxes(name[1:], tensor)
+        if isinstance(boxes, SeparateBoxes):
+            return boxes.copied(lambda box, tensor: self._tensor(tensor, f"{name}@{box.offset}"))
         local = tensor.to_local()
         copied = self.of(local, name)
-        return tensor if copied is local else HeldDTensor(name[1:], tensor, copied)
+        return tensor if copied is local else DTensorBoxes(name[1:], tensor, copied)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the buffer for a tensor: a single one for all names of the same memory."""
@@ -144,23 +143,19 @@ class _Copies:
         self.buffers[name] = kept
         if memory is not None:
             self._shared[memory] = kept[1]
-        targets, sources = (self._targets, self._sources) if tensor.is_cpu else self._on(tensor.device)
+        targets, sources = self._copies.setdefault(tensor.device, ([], []))
         targets.append(kept[1])
         sources.append(tensor)
         return kept[1]
 
-    def _on(self, device: torch.device) -> tuple[_Tensors, _Tensors]:
-        """Return the lists of targets and sources of a device."""
-        return self._from_devices.setdefault(device, ([], []))
-
-    def run(self, copy_on_cpu: Callable[[_Tensors, _Tensors], None]) -> None:
+    def fill(self) -> None:
         """Fill the buffers, and wait until they are filled."""
-        for device, (targets, sources) in self._from_devices.items():
+        on_cpu = self._copies.pop(torch.device("cpu"), ([], []))
+        for device, (targets, sources) in self._copies.items():
             # Only copies from CUDA are waited for below.
             _copy(targets, sources, non_blocking=device.type == "cuda")
-        if self._targets:
-            copy_on_cpu(self._targets, self._sources)
-        for device in self._from_devices:
+        _copy_in_threads(*on_cpu)
+        for device in self._copies:
             if device.type == "cuda":
                 # An event ends before work that other threads queue on the stream later.
                 torch.cuda.current_stream(device).record_event().synchronize()

@@ -91,42 +91,42 @@ Results = Mapping[str, ObjectResult | ArrayResult]
 """The results of one rank, by fqn."""
 
 
-class PartElements:
-    """The elements of a chunk that has several parts: items of this rank, and pieces that other ranks sent."""
+class PieceElements:
+    """The elements of a chunk that has several pieces: items of this rank, and pieces that other ranks sent."""
 
-    def __init__(self, chunk: Box, parts: Sequence[ChunkPiece], items: Items, received: Received) -> None:
+    def __init__(self, chunk: Box, pieces: Sequence[ChunkPiece], items: Items, received: Received) -> None:
         self.shape = chunk.shape
         self._origin = np.array(chunk.offset, np.int64)
-        self._parts = parts
+        self._pieces = pieces
         self._items = items
         self._received = received
-        # Arrays instead of loops, because a chunk may have hundreds of parts and of subchunks.
-        self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
-        self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
+        # Arrays instead of loops, because a chunk may have hundreds of pieces and of subchunks.
+        self._begins = np.array([piece.box.offset for piece in pieces], np.int64) - self._origin
+        self._ends = self._begins + np.array([piece.box.shape for piece in pieces], np.int64)
         self._memory: dict[int, RawArray | None] = {}
-        """The elements of each part that was used, by part index, or None if they are not in CPU memory."""
+        """The elements of each piece that was used, by its index, or None if they are not in CPU memory."""
 
     def view(self, box: Box) -> RawArray | None:
         indices = self._sharing(box)
         if len(indices) != 1 or (memory := self._elements(indices[0])) is None:
             return None
-        view: RawArray = memory[self._in_array(box).region(self._parts[indices[0]].box.offset)]
+        view: RawArray = memory[self._in_array(box).region(self._pieces[indices[0]].box.offset)]
         return view
 
     def copy(self, box: Box, out: RawArray) -> None:
         target = self._in_array(box)
         for index in self._sharing(box):
-            part, memory = self._parts[index], self._elements(index)
-            shared = intersect(part.box, target)
+            piece, memory = self._pieces[index], self._elements(index)
+            shared = intersect(piece.box, target)
             assert shared is not None
             region = out[shared.region(target.offset)]
             if memory is not None:
-                region[...] = memory[shared.region(part.box.offset)]
-            elif part.item is not None:
-                self._items.copy(part.item, shared, region)
+                region[...] = memory[shared.region(piece.box.offset)]
+            elif piece.item is not None:
+                self._items.copy(piece.item, shared, region)
 
     def _sharing(self, box: Box) -> list[int]:
-        """Return the indices of the parts that have elements of a box."""
+        """Return the indices of the pieces that have elements of a box."""
         end = np.add(box.offset, box.shape)
         found = np.flatnonzero(((self._begins < end) & (self._ends > box.offset)).all(axis=1))
         indices: list[int] = found.tolist()
@@ -137,27 +137,23 @@ class PartElements:
 
     def _elements(self, index: int) -> RawArray | None:
         if index not in self._memory:
-            part = self._parts[index]
-            if part.item is not None:
-                self._memory[index] = self._items.view(part.item, part.box)
+            piece = self._pieces[index]
+            if piece.item is not None:
+                self._memory[index] = self._items.view(piece.item, piece.box)
             else:
                 data = self._received[index]
-                cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
+                cells = data.view(raw_dtype(len(data) // piece.box.size)).reshape(piece.box.shape)
                 self._memory[index] = cells
         return self._memory[index]
 
 
-class RankWork:
-    """The writes of one rank in one save.
-
-    ``tree`` returns the key prefix, and may block until the attempt has begun. Until then chunks are encoded, but not
-    put.
-    """
+class RankWriter:
+    """The writes of one rank in one save, to objects whose keys begin with ``tree``."""
 
     def __init__(
         self,
         store: Store,
-        tree: Callable[[], str],
+        tree: str,
         plan: RankPlan,
         source: Source,
         request: SaveRequest,
@@ -224,10 +220,11 @@ class RankWork:
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
             run_jobs(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
-        # Wait for the attempt even without a put, because sync needs the folder that it creates.
-        self._tree()
         self._store.sync(self._keys)
-        return {**dict(zip(paths, written, strict=True)), **{fqn: part.result() for fqn, part in self._written.items()}}
+        return {
+            **dict(zip(paths, written, strict=True)),
+            **{fqn: array.result() for fqn, array in self._written.items()},
+        }
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
         """Yield the jobs of this rank. Raises StoppedByOthers after :meth:`stop`."""
@@ -244,7 +241,7 @@ class RankWork:
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
         some = self._store.useful_concurrency()
-        # The first chunks are encoded before the attempt has begun and while documents are put.
+        # The first chunks are encoded while documents are put.
         yield from itertools.islice(own, some // 2)
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
@@ -276,23 +273,21 @@ class RankWork:
                 self._progress(self._done, self._total)
 
     def _elements(self, node: ArrayNode, chunk: ChunkPlan, received: Received) -> Elements:
-        """Return the elements of a chunk. Most chunks are one part of an item in this rank's CPU memory."""
-        if len(chunk.parts) == 1 and (item := chunk.parts[0].item) is not None:
-            memory = self._items.view(item, chunk.parts[0].box)
+        """Return the elements of a chunk. Most chunks are one piece, a part of an item in this rank's CPU memory."""
+        if len(chunk.pieces) == 1 and (item := chunk.pieces[0].item) is not None:
+            memory = self._items.view(item, chunk.pieces[0].box)
             if memory is not None:
                 return ArrayElements(memory)
-        return PartElements(node.grid.chunk_box(chunk.cell), chunk.parts, self._items, received)
+        return PieceElements(node.grid.chunk_box(chunk.cell), chunk.pieces, self._items, received)
 
     def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
-        def key() -> str:
-            return self._noted(join(self._tree(), node.chunk_key(cell)))
-
+        key = self._record_key(join(self._tree, node.chunk_key(cell)))
         return put_chunk(self._store, key, node, elements, self._memory)
 
     def _put_document(self, path: str, document: bytes) -> None:
-        self._store.put_parts(lambda: self._noted(join(self._tree(), path, NODE)), lambda: [[document]])
+        self._store.put_parts(self._record_key(join(self._tree, path, NODE)), lambda: [[document]])
 
-    def _noted(self, key: str) -> str:
+    def _record_key(self, key: str) -> str:
         """Record a key that is about to be put, and return it."""
         with self._lock:
             self._keys[key] = None

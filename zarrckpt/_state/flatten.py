@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, with_shared_nans
 from zarrckpt._format.values import EncodedValue
-from zarrckpt._state.local_boxes import HeldTensor
+from zarrckpt._state.local_boxes import LocalBoxes
 
 
 class OwnRank(dict[str, Any]):
@@ -52,7 +52,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
                 _check_key(key, keys)
                 walk(item, (*keys, key), inner)
             rank_at = None if outermost else rank_at
-        elif isinstance(value, list) and entered(value):
+        elif isinstance(value, list) and is_flattened(value):
             inner = (*containers, LIST)
             for position, item in enumerate(value):
                 walk(item, (*keys, position), inner)
@@ -84,16 +84,25 @@ def _check_key(key: object, above: tuple[object, ...]) -> None:
         )
 
 
-def entered(items: list[Any]) -> bool:
-    """Whether a list is flattened instead of kept as a leaf. DCP's rule, extended to HeldTensor."""
+def is_flattened(items: list[Any]) -> bool:
+    """Whether a list is flattened instead of kept as a leaf. DCP's rule, extended to LocalBoxes."""
     return any(
         isinstance(item, (torch.Tensor, Mapping))
-        or (isinstance(item, list) and entered(item))
+        or (isinstance(item, list) and is_flattened(item))
         or hasattr(type(item), "__create_write_items__")
-        or isinstance(item, HeldTensor)
+        or isinstance(item, LocalBoxes)
         or (isinstance(item, EncodedValue) and item.is_empty)
         for item in items
     )
+
+
+def stems(name: str) -> Iterator[str]:
+    """Yield the part of a flat name before each dot, shortest first, then the whole name."""
+    end = name.find(".")
+    while end >= 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
 
 
 def get_leaf(state: Any, path: StatePath) -> Any:

@@ -36,25 +36,25 @@ def groups_with_options(
     with different options.
     """
     own_names = {name for group in own for name in group["params"]}
-    empty = {place: group for place, group in loaded.items() if not group.get("params", True)}
+    empty = {index: group for index, group in loaded.items() if not group.get("params", True)}
     groups: list[dict[str, Any]] = []
-    for place, group in enumerate(own):
+    for index, group in enumerate(own):
         names = group["params"]
         sources = [other for other in loaded.values() if not {*names}.isdisjoint(other.get("params", ()))]
         if not names and empty:
-            sources = [empty.pop(place if place in empty else min(empty))]
-        if not sources and place in loaded:
-            is_free = not names or own_names.isdisjoint(loaded[place].get("params", ()))
-            sources = [loaded[place]] if is_free else []
+            sources = [empty.pop(index if index in empty else min(empty))]
+        if not sources and index in loaded:
+            is_free = not names or own_names.isdisjoint(loaded[index].get("params", ()))
+            sources = [loaded[index]] if is_free else []
         if not sources and names and loaded and complete:
             raise KeyMismatchError(
                 f"'{prefix}param_groups' has {len(own)} groups in the target and {len(loaded)} in the checkpoint, and "
-                f"group {place} of the target shares no parameter with the groups of the checkpoint"
+                f"group {index} of the target shares no parameter with the groups of the checkpoint"
             )
         options = [_options(source) for source in sources]
         if differing := _differing(options):
             raise KeyMismatchError(
-                f"'{prefix}param_groups.{place}' has parameters that were saved in {len(options)} groups with "
+                f"'{prefix}param_groups.{index}' has parameters that were saved in {len(options)} groups with "
                 f"different {differing}: build the groups as they were saved, or leave them out (keys=)"
             )
         found = {key: _as_own(group.get(key), value) for key, value in (options or [{}])[0].items()}

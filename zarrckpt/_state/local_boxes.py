@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,8 @@ from zarrckpt._state.tensors import plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 
-class HeldTensor:
-    """Replaces a sharded tensor in a flat state. A base class."""
+class LocalBoxes:
+    """This rank's boxes of a sharded tensor, which it replaces in a flat state. A base class."""
 
     shape: Ints
     """The shape of the global tensor."""
@@ -26,41 +26,21 @@ class HeldTensor:
     """The cuts of the tensor over a mesh, if they determine the boxes of all ranks."""
 
     @property
-    def boxes(self) -> list[Box]:
-        """The boxes of the global tensor that this rank holds. The list can be empty."""
+    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
+        """The boxes of this rank and views of their memory, by global offset."""
         raise NotImplementedError
 
-    def piece(self, offset: Ints) -> torch.Tensor:
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes of the global tensor that this rank holds. The list can be empty."""
+        return [box for box, _ in self._tensors.values()]
+
+    def tensor_at(self, offset: Ints) -> torch.Tensor:
         """Return a view of the local memory of the box at a global offset."""
-        raise NotImplementedError
+        return self._tensors[offset][1]
 
 
-class _HeldInOne(HeldTensor):
-    """A sharded tensor whose boxes are in one local tensor. A base class."""
-
-    _local: torch.Tensor
-
-    @property
-    def _held(self) -> dict[Ints, LocalBox]:
-        """The boxes of this rank, by their global offsets."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._local.dtype
-
-    @property
-    def boxes(self) -> list[Box]:
-        return [held.box for held in self._held.values()]
-
-    def piece(self, offset: Ints) -> torch.Tensor:
-        held = self._held[offset]
-        if not held.box.size:
-            return self._local.new_empty(held.box.shape)
-        return self._local[held.box.slices(_minus(held.box.offset, held.local))]
-
-
-class HeldDTensor(_HeldInOne):
+class DTensorBoxes(LocalBoxes):
     """This rank's boxes of a DTensor.
 
     The boxes come from the placements by ``_plan.shards``, because torch's own offsets are wrong for uneven FSDP2 x TP.
@@ -78,6 +58,7 @@ class HeldDTensor(_HeldInOne):
         self.shape = tuple(tensor.shape)
         self._mesh, self._placements = tensor.device_mesh, tensor.placements
         self._local = plain_tensor(tensor.to_local()) if local is None else local
+        self.dtype = self._local.dtype
 
     @cached_property
     def sharding(self) -> Sharding:  # type: ignore[override]
@@ -88,26 +69,29 @@ class HeldDTensor(_HeldInOne):
         return Sharding(_ranks_of(self._mesh), tuple(self._mesh.shape), cuts)
 
     @cached_property
-    def _held(self) -> dict[Ints, LocalBox]:
-        found = {held.box.offset: held for held in self._boxes_here()}
-        elements = sum(held.box.size for held in found.values())
-        if elements != (self._local.numel() if self._mesh.get_coordinate() is not None else 0):
+    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
+        coordinate = self._mesh.get_coordinate()
+        if coordinate is not None and 0 in self.shape:
+            return _without_elements(self.shape, self._local)
+        found = held_boxes(self.shape, self.sharding.mesh, tuple(coordinate), self.sharding.cuts) if coordinate else []
+        elements = sum(held.box.size for held in found)
+        if elements != (self._local.numel() if coordinate is not None else 0):
             raise UnsupportedLayoutError(
                 f"{self._fqn!r}: the placements {self._placements} on a mesh of {tuple(self._mesh.shape)} give this "
                 f"rank {elements} elements of shape {self.shape}, but it holds {tuple(self._local.shape)}: "
                 "redistribute() it, or use full_tensor()"
             )
-        return found
+        return _views(self._local, found)
 
-    def _boxes_here(self) -> list[LocalBox]:
-        coordinate = self._mesh.get_coordinate()
-        if coordinate is None:
-            return []
-        if 0 in self.shape:
-            # The tensor has no chunks, but it is an entry, so every rank describes it.
-            zero = (0,) * len(self.shape)
-            return [LocalBox(Box(zero, self.shape), zero)]
-        return held_boxes(self.shape, self.sharding.mesh, tuple(coordinate), self.sharding.cuts)
+
+def _without_elements(shape: Ints, local: torch.Tensor) -> dict[Ints, tuple[Box, torch.Tensor]]:
+    """Return the box of a tensor without elements. It has no chunks, but it is an entry, so every rank describes it."""
+    zero = (0,) * len(shape)
+    return {zero: (Box(zero, shape), local.new_empty(shape))}
+
+
+def _views(local: torch.Tensor, found: Iterable[LocalBox]) -> dict[Ints, tuple[Box, torch.Tensor]]:
+    return {box.offset: (box, local[Box(start, box.shape).slices()]) for box, start in found}
 
 
 _rank_lists: dict[int, tuple[Any, Ints]] = {}
@@ -123,7 +107,7 @@ def _ranks_of(mesh: Any) -> Ints:
     return known[1]
 
 
-class HeldParts(_HeldInOne):
+class AttributeBoxes(LocalBoxes):
     """This rank's boxes of a plain tensor with attributes that describe its boxes of a global tensor.
 
     torch 2.14's ``CheckpointableTensor`` has these attributes, see :func:`has_box_attributes`.
@@ -140,12 +124,13 @@ class HeldParts(_HeldInOne):
         self.shape = global_shape(tensor)
         self._box_rows = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
         self._local = plain_tensor(tensor) if local is None else local
+        self.dtype = self._local.dtype
 
     @cached_property
-    def _held(self) -> dict[Ints, LocalBox]:
+    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
         if 0 in self.shape:
-            return {(zero := (0,) * len(self.shape)): LocalBox(Box(zero, self.shape), zero)}
-        found: dict[Ints, LocalBox] = {}
+            return _without_elements(self.shape, self._local)
+        found: list[LocalBox] = []
         shapes = (self.shape, tuple(self._local.shape))
         for row in itertools.zip_longest(*self._box_rows, fillvalue=()):
             offset, local, sizes = (tuple(map(int, numbers)) for numbers in row)
@@ -160,43 +145,43 @@ class HeldParts(_HeldInOne):
                     )
             # An empty box can have the same offset as a box of another rank.
             if 0 not in sizes:
-                found[offset] = LocalBox(Box(offset, sizes), local)
-        return found
+                found.append(LocalBox(Box(offset, sizes), local))
+        return _views(self._local, found)
 
 
-class HeldPieces(HeldTensor):
+class SeparateBoxes(LocalBoxes):
     """This rank's boxes of any other sharded tensor, with one tensor for each box."""
 
-    def __init__(self, shape: Ints, dtype: torch.dtype, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
+    def __init__(self, shape: Ints, dtype: torch.dtype, tensors: Iterable[tuple[Box, torch.Tensor]]) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._pieces = pieces
-        self._by_offset = {box.offset: piece for box, piece in pieces}
+        self._by_offset: dict[Ints, tuple[Box, torch.Tensor]] = {}
+        for box, tensor in tensors:
+            # An empty box can have the same offset as another one.
+            if box.size or box.offset not in self._by_offset:
+                self._by_offset[box.offset] = (box, tensor)
 
     @property
-    def boxes(self) -> list[Box]:
-        return [box for box, _ in self._pieces]
+    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
+        return self._by_offset
 
-    def piece(self, offset: Ints) -> torch.Tensor:
-        return self._by_offset[offset]
-
-    def copied(self, copy: Any) -> HeldPieces:
+    def copied(self, copy: Callable[[Box, torch.Tensor], torch.Tensor]) -> SeparateBoxes:
         """Return the same boxes with copies of the tensors, made by ``copy(box, tensor)``."""
-        return HeldPieces(self.shape, self.dtype, [(box, copy(box, piece)) for box, piece in self._pieces])
+        rows = self._tensors.values()
+        return SeparateBoxes(self.shape, self.dtype, [(box, copy(box, tensor)) for box, tensor in rows])
 
 
-def held_of(fqn: str, leaf: Any) -> Any:
-    """Return the HeldTensor of a sharded tensor. Plain tensors and values are returned unchanged."""
-    if isinstance(leaf, HeldTensor):
+def to_local_boxes(fqn: str, leaf: Any) -> Any:
+    """Return the LocalBoxes of a sharded tensor. Plain tensors and values are returned unchanged."""
+    if isinstance(leaf, LocalBoxes):
         return leaf
     if is_dtensor(leaf) and not _has_item_hooks(leaf.to_local()):
-        return HeldDTensor(fqn, leaf)
+        return DTensorBoxes(fqn, leaf)
     if is_sharded_tensor(leaf):
-        pieces = [*_local_shards(leaf, (0,) * leaf.dim())]
-        return HeldPieces(tuple(leaf.size()), leaf.dtype, pieces)
+        return SeparateBoxes(tuple(leaf.size()), leaf.dtype, _local_shards(leaf, (0,) * leaf.dim()))
     if has_box_attributes(leaf):
-        return HeldParts(fqn, leaf)
-    return _pieces_from_hooks(fqn, leaf) if _has_item_hooks(leaf) else leaf
+        return AttributeBoxes(fqn, leaf)
+    return _boxes_from_hooks(fqn, leaf) if _has_item_hooks(leaf) else leaf
 
 
 def local_tensors(leaf: Any) -> Iterator[torch.Tensor]:
@@ -228,16 +213,16 @@ def _local_shards(tensor: Any, origin: Ints) -> Iterator[tuple[Box, torch.Tensor
         yield Box(offset, tuple(shard.metadata.shard_sizes)), plain_tensor(local)
 
 
-def _pieces_from_hooks(fqn: str, leaf: Any) -> HeldPieces:
+def _boxes_from_hooks(fqn: str, leaf: Any) -> SeparateBoxes:
     """Return the boxes of a tensor with DCP's hooks, which create the write items and return the tensor of each."""
     items = leaf.__create_write_items__(fqn, leaf)
     shape = tuple(items[0].tensor_data.size) if items else global_shape(leaf)
-    pieces = []
+    tensors = []
     for item in items:
         data = item.tensor_data
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        pieces.append((box, plain_tensor(leaf.__get_tensor_shard__(item.index))))
-    return HeldPieces(shape, leaf.dtype, pieces)
+        tensors.append((box, plain_tensor(leaf.__get_tensor_shard__(item.index))))
+    return SeparateBoxes(shape, leaf.dtype, tensors)
 
 
 _BOX_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -251,7 +236,3 @@ def has_box_attributes(value: object) -> bool:
 def global_shape(tensor: Any) -> Ints:
     """Return the shape of the global tensor."""
     return tuple(tensor.global_shape if has_box_attributes(tensor) else tensor.shape)
-
-
-def _minus(a: Ints, b: Ints) -> Ints:
-    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
-from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind, ParameterGroup
-from zarrckpt._plan.group_numbers import GroupNumbers, renumbered
-from zarrckpt._plan.holders import ReplicaPart
+from zarrckpt._plan.group_numbers import GroupNumbers, renumber_path
+from zarrckpt._plan.holders import ReplicaPart, dtype_of
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._reports import count_text
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.group_options import ParameterNames
-from zarrckpt._state.local_boxes import HeldTensor, held_of, local_tensors
+from zarrckpt._state.local_boxes import LocalBoxes, local_tensors, to_local_boxes
 from zarrckpt._state.objects import for_save
 from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import memory_fault, plain_tensor
@@ -43,7 +42,7 @@ class LocalState:
 
     def __init__(self, leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
         refuse_unsaveable(leaves)
-        self._leaves = {fqn: held_of(fqn, leaf) for fqn, leaf in leaves.items()}
+        self._leaves = {fqn: to_local_boxes(fqn, leaf) for fqn, leaf in leaves.items()}
         self._paths = paths
         self._groups = [
             _parameter_group(paths[fqn], leaf)
@@ -73,8 +72,9 @@ class LocalState:
         for fqn, leaf in self._leaves.items():
             path = self._paths[fqn]
             path = path if path.rank_at is None else path.with_rank(RANKS)
-            if isinstance(leaf, HeldTensor | torch.Tensor):
-                entries.append(tensor_entry(path, leaf, _checked_dtype(fqn, leaf.dtype), shardings))
+            if isinstance(leaf, LocalBoxes | torch.Tensor):
+                dtype_of(fqn, str(leaf.dtype))
+                entries.append(tensor_entry(path, leaf, str(leaf.dtype), shardings))
             else:
                 entries.append(DescribedEntry(path, _kind_of(fqn, leaf)))
         return Description(tuple(entries), tuple(shardings), groups=tuple(self._groups))
@@ -83,7 +83,7 @@ class LocalState:
         """Set the numbers of parameter groups in the checkpoint. The methods below expect names with these numbers."""
         self._renumbered = {}
         for fqn, path in self._paths.items() if numbers else ():
-            other = renumbered(path, numbers)
+            other = renumber_path(path, numbers)
             if other is not None and other is not path:
                 self._renumbered[other.fqn] = fqn
 
@@ -104,15 +104,15 @@ class LocalState:
         """Raise UnsupportedLayoutError if this rank does not hold all elements of some tensor."""
         parts = []
         for fqn, leaf in self._leaves.items():
-            if isinstance(leaf, HeldTensor):
+            if isinstance(leaf, LocalBoxes):
                 held, size = sum(box.size for box in leaf.boxes), math.prod(leaf.shape)
                 if held < size:
                     parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
         if parts:
             raise UnsupportedLayoutError(
                 f"this process saves alone, but holds only parts of {count_text(len(parts), 'tensor')}. Nothing was "
-                f"written:{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() "
-                "of each"
+                f"written:{format_lines(parts)}\nsave on all ranks that hold parts, without no_dist, or save "
+                ".full_tensor() of each"
             )
 
     # -- for the writer
@@ -128,18 +128,18 @@ class LocalState:
 
     def _tensor(self, fqn: str, offset: Ints) -> torch.Tensor:
         leaf = self._leaves[self._in_stacks.get(fqn) or self._renumbered.get(fqn, fqn)]
-        tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else plain_tensor(leaf)
+        tensor: torch.Tensor = leaf.tensor_at(offset) if isinstance(leaf, LocalBoxes) else plain_tensor(leaf)
         return tensor
 
 
 def tensor_entry(
-    path: StatePath, leaf: HeldTensor | torch.Tensor, dtype: str, shardings: dict[Sharding, int]
+    path: StatePath, leaf: LocalBoxes | torch.Tensor, dtype: str, shardings: dict[Sharding, int]
 ) -> DescribedEntry:
     """Return the described entry of a tensor. A new sharding is added to ``shardings``.
 
     Raises UnsupportedLayoutError if the size of the local tensor does not fit its mesh.
     """
-    if not isinstance(leaf, HeldTensor):
+    if not isinstance(leaf, LocalBoxes):
         return DescribedEntry(path, "tensor", tuple(leaf.shape), dtype)
     boxes = tuple(leaf.boxes)
     if leaf.sharding is None:
@@ -147,7 +147,7 @@ def tensor_entry(
     return DescribedEntry(path, "tensor", leaf.shape, dtype, shardings.setdefault(leaf.sharding, len(shardings)))
 
 
-def listed(faults: Sequence[str]) -> str:
+def format_lines(faults: Sequence[str]) -> str:
     """Format faults for a message, one per line."""
     more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
     return "".join(f"\n  {line}" for line in [*faults[:50], *more])
@@ -185,12 +185,3 @@ def _kind_of(fqn: str, value: Any) -> EntryKind:
     if value.is_empty if isinstance(value, EncodedValue) else isinstance(value, Mapping) and not value:
         return "empty"
     return "value" if is_compared(fqn, value) else "opaque"
-
-
-def _checked_dtype(fqn: str, dtype: torch.dtype) -> str:
-    name = str(dtype)
-    try:
-        dtypes.by_torch_name(name)
-    except UnsupportedValueError as err:
-        raise UnsupportedValueError(f"{fqn!r}: {err}") from err
-    return name

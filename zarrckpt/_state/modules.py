@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._ranks.torch_private import submodule
 from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
+from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
-
-if TYPE_CHECKING:
-    from zarrckpt._state.optimizers import SavedEntries
 
 _EXTRA_STATE = "_extra_state"
 """The last segment of the key of the value that a module's ``get_extra_state`` returns."""
@@ -83,7 +81,7 @@ class ModuleState:
             self._keys[name] = key
             self.entries[name] = value
 
-    def resize(self, prefix: str, saved: SavedEntries) -> None:
+    def resize(self, prefix: str, saved: RequestedEntries) -> None:
         """Replace entries by targets with the checkpoint's shape and dtype, if the module accepts them.
 
         It accepts extra state, and tensors that its own loading method resizes, as observers of quantization do.

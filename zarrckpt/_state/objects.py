@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,9 +21,10 @@ from zarrckpt._ranks.group import global_rank
 from zarrckpt._state.flatten import OwnRank
 from zarrckpt._state.modules import ModuleState
 from zarrckpt._state.optimizer_forms import has_torch_form
-from zarrckpt._state.optimizers import OptimizerTarget, SavedEntries, saved_state
+from zarrckpt._state.optimizers import OptimizerTarget, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
 from zarrckpt._state.random_state import kept_random_state
+from zarrckpt._state.saved_entries import Levels, RequestedEntries
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_zero_optimizer
 
 
@@ -83,16 +83,16 @@ def for_save(state: Mapping[Any, Any]) -> PlainState:
     """Return the state to save. An optimizer without a step is saved without state, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
         return PlainState(dict(state))
-    return _convert(state, None, lambda prefix, entry: global_rank())
+    return _Converter(state, None, lambda prefix, entry: global_rank()).result
 
 
-def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf) -> PlainState:
+def for_load(state: Mapping[Any, Any], saved: RequestedEntries, source: RankOf) -> PlainState:
     """Return the targets of a load, with memory for state that optimizers lack.
 
     Objects without requested entries stay objects in the plain state, and are not loaded. ``source`` returns the rank
     whose state a PerRank loads, or None.
     """
-    return _convert(state, saved, source)
+    return _Converter(state, saved, source).result
 
 
 def for_check(state: Mapping[Any, Any], loaded: PlainState, source: RankOf) -> PlainState:
@@ -100,7 +100,7 @@ def for_check(state: Mapping[Any, Any], loaded: PlainState, source: RankOf) -> P
 
     Optimizers name their parameters as in the load. Collective if the state dicts of the objects are.
     """
-    return _convert(state, None, source, loaded)
+    return _Converter(state, None, source, loaded).result
 
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
@@ -110,74 +110,117 @@ RankOf = Callable[[str, PerRank], int | None]
 """Returns the rank whose number is in the names of a PerRank's entries, or None if the PerRank is left out."""
 
 
-def _convert(
-    state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, loaded: PlainState | None = None
-) -> PlainState:
-    """Return the plain state to save, to load into (with ``saved``), or after a load (with ``loaded``)."""
-    if not isinstance(state, Mapping):
-        raise UnsupportedValueError(
-            f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
-        )
-    modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
-    plain = PlainState({})
-    targets = None if loaded is None else {keys for keys, _ in loaded.restore}
-    within: int | None = None
+class _Converter:
+    """The conversion of one state: to save, to load into (with ``saved``), or after a load (with ``loaded``)."""
 
-    def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:
-        nonlocal within
-        around = within
-        # A PerRank inside another one belongs to the same rank.
-        rank = rank_of(prefix_of(keys), entry) if around is None else around
-        if rank is None:
-            return {}
-        within = rank
-        plain.per_rank.add(f"{prefix_of(keys)}{rank}")
-        own = convert(entry.value, (*keys, str(rank)))
-        within = around
-        refuse_sharded(f"{prefix_of(keys)}{rank}", own)
-        return OwnRank({str(rank): own})
+    def __init__(
+        self,
+        state: Mapping[Any, Any],
+        saved: RequestedEntries | None,
+        rank_of: RankOf,
+        loaded: PlainState | None = None,
+    ) -> None:
+        if not isinstance(state, Mapping):
+            raise UnsupportedValueError(
+                f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
+            )
+        self._saved, self._rank_of, self._loaded = saved, rank_of, loaded
+        self._modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
+        self._positions = None if loaded is None else {keys for keys, _ in loaded.restore}
+        """The positions of the loaded objects."""
+        self._rank: int | None = None
+        """The rank of the PerRank that is converted."""
+        self._plain = PlainState({})
+        self._plain.state = in_order(state, lambda key: self._convert(state[key], (key,)))
 
-    def convert(value: Any, keys: Keys) -> Any:
+    @property
+    def result(self) -> PlainState:
+        return self._plain
+
+    def _convert(self, value: Any, keys: Keys) -> Any:
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
-            return per_rank(value, keys)
-        if is_object(value) and saved is not None and not saved.wants(prefix_of(keys)):
+            return self._per_rank(value, keys)
+        if is_object(value):
+            return self._object(value, keys) if self._takes_part(keys) else value
+        if not holds_objects(value):
             return value
-        if targets is not None and is_object(value) and keys not in targets:
-            return value
-        if isinstance(value, nn.Module):
-            return _module(plain, keys, value, saved)
-        if isinstance(value, Optimizer) and has_torch_form(value):
-            if loaded is not None:
-                return next(target for target in loaded.optimizers if target.keys == keys).current_state()
-            return _optimizer(plain, keys, value, _module_of(value, modules), saved)
-        if isinstance(value, Mapping) and not isinstance(value, Stateful):
-            if not holds_objects(value):
-                return value
-            return in_order(value, lambda key: convert(value[key], (*keys, key)))
-        if isinstance(value, list) and holds_objects(value):
-            return [convert(item, (*keys, i)) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and any(map(is_object, value)):
-            raise UnsupportedValueError(
-                f"{prefix_of(keys)[:-1]!r} is a tuple that contains modules, optimizers or other Stateful objects: use "
-                "a list or a dict"
-            )
-        if loaded is not None and isinstance(value, Stateful) and holds_loader(value):
-            plain.unasked.append(prefix_of(keys))
-            return value
-        if isinstance(value, Stateful):
-            try:
-                with nullcontext() if loaded is None else kept_random_state():
-                    return _stateful(plain, keys, value, lambda item: convert(item, keys))
-            except Exception as err:
-                if loaded is None:
-                    raise
-                plain.unreadable[prefix_of(keys)] = err
-        return value
+        if isinstance(value, Mapping):
+            return in_order(value, lambda key: self._convert(value[key], (*keys, key)))
+        if isinstance(value, list):
+            return [self._convert(item, (*keys, i)) for i, item in enumerate(value)]
+        raise UnsupportedValueError(
+            f"{prefix_of(keys)[:-1]!r} is a tuple that contains modules, optimizers or other Stateful objects: use a "
+            "list or a dict"
+        )
 
-    plain.state = in_order(state, lambda key: convert(state[key], (key,)))
-    return plain
+    def _takes_part(self, keys: Keys) -> bool:
+        if self._saved is not None and not self._saved.wants(prefix_of(keys)):
+            return False
+        return self._positions is None or keys in self._positions
+
+    def _per_rank(self, entry: PerRank, keys: Keys) -> dict[str, Any]:
+        outer, prefix = self._rank, prefix_of(keys)
+        # A PerRank inside another one belongs to the same rank.
+        rank = self._rank_of(prefix, entry) if outer is None else outer
+        if rank is None:
+            return {}
+        self._rank = rank
+        self._plain.per_rank.add(f"{prefix}{rank}")
+        own = self._convert(entry.value, (*keys, str(rank)))
+        self._rank = outer
+        refuse_sharded(f"{prefix}{rank}", own)
+        return OwnRank({str(rank): own})
+
+    def _object(self, value: Any, keys: Keys) -> Any:
+        if isinstance(value, nn.Module):
+            return self._module(value, keys)
+        if isinstance(value, Optimizer) and has_torch_form(value):
+            return self._optimizer(value, keys)
+        if self._loaded is None:
+            return self._stateful(value, keys)
+        if holds_loader(value):
+            self._plain.unasked.append(prefix_of(keys))
+            return value
+        try:
+            with kept_random_state():
+                return self._stateful(value, keys)
+        except Exception as err:
+            self._plain.unreadable[prefix_of(keys)] = err
+            return value
+
+    def _module(self, module: nn.Module, keys: Keys) -> dict[str, Any]:
+        state, prefix = ModuleState(module), prefix_of(keys)
+        if self._saved is not None:
+            state.resize(prefix, self._saved)
+        self._plain.exact.append(prefix)
+        self._plain.closed.add(prefix[:-1])
+        self._plain.restore.append((keys, state.restore))
+        return state.entries
+
+    def _optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
+        if self._loaded is not None:
+            return next(target for target in self._loaded.optimizers if target.keys == keys).current_state()
+        module = _module_of(optimizer, self._modules)
+        if self._saved is None:
+            return saved_state(optimizer, module)
+        target = OptimizerTarget(keys, optimizer, module, self._saved)
+        self._plain.exact.append(target.prefix)
+        self._plain.closed.add(f"{target.prefix}state")
+        self._plain.optimizers.append(target)
+        self._plain.restore.append((keys, target.restore))
+        return target.state_dict
+
+    def _stateful(self, value: Stateful, keys: Keys) -> Any:
+        self._plain.statefuls.append(prefix_of(keys))
+        state_dict = value.state_dict()
+        if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
+            self._plain.restore.append((keys, value.load_state_dict))
+            return state_dict
+        converted = self._convert(state_dict, keys)
+        self._plain.restore.append((keys, lambda loaded: value.load_state_dict(put_loaded(state_dict, loaded))))
+        return converted
 
 
 def prefix_of(keys: Keys) -> str:
@@ -266,51 +309,16 @@ def put_loaded(target: Any, loaded: Any) -> Any:
     return target
 
 
-def _module(plain: PlainState, keys: Keys, module: nn.Module, saved: SavedEntries | None) -> dict[str, Any]:
-    state = ModuleState(module)
-    prefix = prefix_of(keys)
-    if saved is not None:
-        state.resize(prefix, saved)
-    plain.exact.append(prefix)
-    plain.closed.add(prefix[:-1])
-    plain.restore.append((keys, state.restore))
-    return state.entries
-
-
-def _optimizer(
-    plain: PlainState, keys: Keys, optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries | None
-) -> dict[str, Any]:
-    if saved is None:
-        return saved_state(optimizer, module)
-    target = OptimizerTarget(keys, optimizer, module, saved)
-    plain.exact.append(target.prefix)
-    plain.closed.add(f"{target.prefix}state")
-    plain.optimizers.append(target)
-    plain.restore.append((keys, target.restore))
-    return target.state_dict
-
-
-def _stateful(plain: PlainState, keys: Keys, value: Stateful, convert: Callable[[Any], Any]) -> Any:
-    plain.statefuls.append(prefix_of(keys))
-    state_dict = value.state_dict()
-    if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
-        plain.restore.append((keys, value.load_state_dict))
-        return state_dict
-    converted = convert(state_dict)
-    plain.restore.append((keys, lambda loaded: value.load_state_dict(put_loaded(state_dict, loaded))))
-    return converted
-
-
 def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
     """Return the module in the state that has all parameters of an optimizer, or None if the state has no module."""
     if not modules:
         return None
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
+        if trained <= {id(p) for p in module.parameters()}:
             return module
     raise UnsupportedValueError(
-        f"no module in the state has all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
+        f"no module in the state has all {len(trained)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
 
@@ -334,10 +342,6 @@ def droppable_keys(state: Any, references: int) -> frozenset[str]:
     return frozenset(key for key in state if isinstance(state[key], dict) and sys.getrefcount(state[key]) <= 2)
 
 
-Levels = tuple[str | None, ...]
-"""The keys that lead to an object, with None for the number of a rank."""
-
-
 def optimizers_and_modules(state: Any) -> list[tuple[Levels, Levels]]:
     """Return the position of each optimizer of a state, and that of the module that it trains."""
     found: list[tuple[Levels, Any]] = []
@@ -356,13 +360,6 @@ def optimizers_and_modules(state: Any) -> list[tuple[Levels, Levels]]:
     own = [value for _, value in found if isinstance(value, nn.Module)]
     pairs = [(keys, _module_of(value, own)) for keys, value in found if isinstance(value, Optimizer)]
     return [(keys, modules[id(module)]) for keys, module in pairs if module is not None]
-
-
-def rest_below(name: str, place: Levels) -> str | None:
-    """Return the rest of a name below a position in the state, or None if the name is not below it."""
-    keys = name.split(".", len(place))
-    is_there = len(keys) > len(place) and all(own in (None, key) for own, key in zip(place, keys, strict=False))
-    return keys[-1] if is_there else None
 
 
 def refuse_swapped(state: Any, url: Any, call: str) -> None:

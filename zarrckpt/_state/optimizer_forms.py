@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.torch_kinds import is_zero_optimizer
-
-if TYPE_CHECKING:
-    from zarrckpt._state.optimizers import SavedEntries
 
 
 def has_torch_form(optimizer: Optimizer) -> bool:
@@ -67,7 +65,7 @@ def _parameter_numbers(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[
     return {id(parameter): number for number, parameter in zip(numbers, own, strict=True)}
 
 
-def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEntries) -> list[int] | None:
+def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: RequestedEntries) -> list[int] | None:
     """Return the numbers of an optimizer's parameters in the checkpoint, in order, or None if it has names instead.
 
     ``optimizer.state_dict()`` has numbers, for example in an imported ``torch.save`` file. As in torch, parameters are
@@ -78,7 +76,7 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
     # Return before the groups are read, because lists of parameter names are long.
     if keys and not any(str(key).isdecimal() for key in keys):
         return None
-    names = (f"{prefix}param_groups.{place}.params" for place in itertools.count())
+    names = (f"{prefix}param_groups.{index}.params" for index in itertools.count())
     groups: list[Any] = [saved.value(name) for name in itertools.takewhile(saved.is_value, names)]
     numbers = [number for group in groups if isinstance(group, list) for number in group]
     if not numbers or not all(isinstance(number, int) for number in numbers):
@@ -94,7 +92,7 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
 
 
 def refuse_other_parameters(
-    prefix: str, named: Mapping[int, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: SavedEntries
+    prefix: str, named: Mapping[int, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: RequestedEntries
 ) -> None:
     """Raise KeyMismatchError if the state of a number does not fit the parameter with this number in the optimizer.
 

@@ -7,11 +7,10 @@ loaded entries are counted at the end. FSDP1 has flat parameters and needs torch
 
 from __future__ import annotations
 
-import bisect
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,87 +18,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError
-from zarrckpt._format.state_path import StatePath
 from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
 from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
 from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.modules import fsdp1_of, parameter_names
 from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
+from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import is_wrapper
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
-
-
-class SavedTensor(NamedTuple):
-    """The shape and dtype of a tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class SavedEntries:
-    """The entries of the checkpoint that a load requests, with the form of each tensor and None for other entries."""
-
-    def __init__(
-        self,
-        entries: Mapping[str, SavedTensor | None],
-        paths: Mapping[str, StatePath],
-        is_asked_for: Callable[[str], bool],
-        *,
-        everything: bool,
-        allow_cast: bool,
-        value: Callable[[str], object] = lambda fqn: None,
-    ) -> None:
-        self._entries = entries
-        self._paths = paths
-        self._names = sorted(filter(is_asked_for, self._entries))
-        self._left_out = sorted(self._entries.keys() - {*self._names})
-        self._everything = everything
-        self.allow_cast = allow_cast
-        self.is_asked_for = is_asked_for
-        """Whether the load requests entries with a name, even if the checkpoint has none."""
-        self.value = value
-        """Reads a non-tensor entry, requested or not."""
-
-    def wants(self, prefix: str) -> bool:
-        """Whether the load requests an object whose entries begin with a prefix."""
-        return self._everything or bool(self.below(prefix))
-
-    def below(self, prefix: str) -> list[str]:
-        """Return the requested names that begin with a prefix."""
-        return _beginning_with(prefix, self._names)
-
-    def left_out(self, prefix: str) -> list[str]:
-        """Return the names of the checkpoint that begin with a prefix and are not requested."""
-        return _beginning_with(prefix, self._left_out)
-
-    def holds(self, fqn: str) -> bool:
-        """Whether the load requests an existing entry with this name, or one below it."""
-        return bool(self.below(f"{fqn}.")) or (fqn in self._entries and self.is_asked_for(fqn))
-
-    def keys_below(self, prefix: str, depth: int) -> list[Any]:
-        """Return the keys of a saved dict at ``depth`` of the state. The names of its entries begin with the prefix."""
-        found: dict[Any, None] = {}
-        for fqn in self.below(prefix):
-            keys = StatePath.of(self._paths[fqn]).keys
-            # A state that was flattened before the save has one key for a whole name.
-            nested = len(keys) > depth and prefix == "".join(f"{key}." for key in keys[:depth])
-            found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
-        return [*found]
-
-    def is_value(self, fqn: str) -> bool:
-        """Whether the checkpoint has a non-tensor entry with this name, requested or not."""
-        return fqn in self._entries and self._entries[fqn] is None
-
-    def tensor(self, fqn: str) -> SavedTensor | None:
-        """Return the form of the tensor with this name, or None."""
-        return self._entries.get(fqn)
-
-
-def _beginning_with(prefix: str, names: list[str]) -> list[str]:
-    first = last = bisect.bisect_left(names, prefix)
-    while last < len(names) and names[last].startswith(prefix):
-        last += 1
-    return names[first:last]
 
 
 class _Parameters:
@@ -123,7 +49,7 @@ class _Parameters:
     def __iter__(self) -> Iterator[tuple[Name, torch.Tensor]]:
         return ((self.names[number], parameter) for number, parameter in self.by_number.items())
 
-    def take_numbers(self, numbers: list[int], prefix: str, optimizer: Optimizer, saved: SavedEntries) -> None:
+    def take_numbers(self, numbers: list[int], prefix: str, optimizer: Optimizer, saved: RequestedEntries) -> None:
         """Use numbers of the checkpoint as names. Raises KeyMismatchError if they belong to other parameters."""
         named = {
             number: (name, parameter, optimizer.state.get(parameter, {}))
@@ -177,7 +103,7 @@ class OptimizerTarget:
     state_dict: dict[str, Any]
     """The targets by name. None accepts any entry of the checkpoint."""
 
-    def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries):
+    def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: RequestedEntries):
         self.keys = keys
         self.prefix = "".join(f"{key}." for key in keys)
         self.given_groups: list[dict[str, Any]] = []
@@ -219,7 +145,7 @@ class OptimizerTarget:
         }
         self._all_groups_are_read = not saved.left_out(prefix)
 
-    def _saved_name(self, saved: SavedEntries) -> Callable[[list[str]], str]:
+    def _saved_name(self, saved: RequestedEntries) -> Callable[[list[str]], str]:
         def choose(names: list[str]) -> str:
             return next((name for name in names if saved.holds(f"{self.prefix}state.{name}")), names[0])
 
@@ -264,7 +190,7 @@ class OptimizerTarget:
         for parameter, slots in given:
             arrived = self._optimizer.state.get(parameter, {})
             for slot in slots.keys() & arrived.keys() - {"step"}:
-                arrived[slot] = _unconverted(arrived[slot], slots[slot], self._allow_cast)
+                arrived[slot] = _undo_cast(arrived[slot], slots[slot], self._allow_cast)
 
     def _refuse_lost(self, taken: Mapping[str, Any], arrived: Mapping[str, Any]) -> None:
         lost = [
@@ -273,8 +199,8 @@ class OptimizerTarget:
             if isinstance(slots, dict)
             for slot in slots.keys() - arrived["state"].get(name, {}).keys()
         ]
-        for place, (group, own) in enumerate(zip(taken["param_groups"], arrived["param_groups"], strict=True)):
-            lost += [f"{self.prefix}param_groups.{place}.{key}" for key in group.keys() - own.keys()]
+        for index, (group, own) in enumerate(zip(taken["param_groups"], arrived["param_groups"], strict=True)):
+            lost += [f"{self.prefix}param_groups.{index}.{key}" for key in group.keys() - own.keys()]
         if lost:
             raise KeyMismatchError(
                 f"{self.prefix[:-1]!r}: load_state_dict() of the {type(self._optimizer).__name__} dropped {len(lost)} "
@@ -290,7 +216,7 @@ class OptimizerTarget:
 
 
 def _slots(
-    fqn: str, depth: int, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries
+    fqn: str, depth: int, parameter: torch.Tensor, state: Mapping[Any, Any], saved: RequestedEntries
 ) -> dict[Any, Any]:
     """Return the targets of a parameter's state: existing slots that the checkpoint has, and memory for missing slots.
 
@@ -304,7 +230,7 @@ def _slots(
             in_place = not isinstance(value, torch.Tensor) or value.shape == parameter.shape
             fits = in_place or (entry is not None and entry.shape == value.shape)
             slots[slot] = value if fits and not isinstance(value, list) else None
-        elif not saved.is_asked_for(f"{fqn}.{slot}"):
+        elif not saved.is_requested(f"{fqn}.{slot}"):
             slots[slot] = value
     if not state and (left := saved.left_out(f"{fqn}.")) and saved.below(f"{fqn}."):
         raise KeyMismatchError(
@@ -317,7 +243,7 @@ def _slots(
     return slots
 
 
-def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Tensor | None:
+def _slot_memory(fqn: str, parameter: torch.Tensor, saved: RequestedEntries) -> torch.Tensor | None:
     """Return memory for an entry of a parameter without state, sharded like the parameter, or None.
 
     An entry with another shape than the parameter is loaded as a plain tensor on all ranks, because its sharding is
@@ -333,7 +259,7 @@ def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torc
     return make(parameter.detach(), dtype=entry.dtype)
 
 
-def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
+def _undo_cast(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
     """Return a value of an optimizer's state without the conversions of torch's ``load_state_dict``.
 
     torch breaks strings, and casts tensors to the parameter's dtype. Casts are kept if the load allows them. Changes
@@ -344,10 +270,10 @@ def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
     if isinstance(loaded, torch.Tensor) and isinstance(arrived, torch.Tensor):
         return loaded.to(arrived.device) if not allow_cast and _is_cast_of(arrived, loaded) else arrived
     if isinstance(loaded, dict) and isinstance(arrived, dict) and loaded.keys() == arrived.keys():
-        return {key: _unconverted(arrived[key], value, allow_cast) for key, value in loaded.items()}
+        return {key: _undo_cast(arrived[key], value, allow_cast) for key, value in loaded.items()}
     if type(loaded) in (list, tuple) and type(arrived) is type(loaded) and len(arrived) == len(loaded):
         pairs = zip(arrived, loaded, strict=True)
-        return type(loaded)(_unconverted(one, other, allow_cast) for one, other in pairs)
+        return type(loaded)(_undo_cast(one, other, allow_cast) for one, other in pairs)
     return arrived
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._ranks.group import global_rank
-from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
+from zarrckpt._state.flatten import stems
+from zarrckpt._state.torch_kinds import is_sharded
 
 NewRanks = Literal["error", "wrap", "keep"]
 
@@ -74,18 +75,18 @@ class PerRank:
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class StackElement:
     """The tensor of one rank in a stack: an element of the first axis."""
 
     stack: str
     """The fqn of the stack."""
-    place: int
+    index: int
     """The index on the first axis."""
     path: StatePath
     """The state path of the rank's tensor, with the rank's number instead of RANKS."""
 
 
-class LoadedRanks:
+class PerRankSources:
     """The rank whose state each PerRank of one load takes, from the paths of the checkpoint's entries."""
 
     def __init__(self, paths: Mapping[str, StatePath]) -> None:
@@ -98,23 +99,23 @@ class LoadedRanks:
         self._names = paths.keys()
         self.kept: set[str] = set()
         """fqns of the PerRanks that stay unchanged."""
-        self.parts = self._own_parts(paths)
+        self.elements = self._own_elements(paths)
         """The elements of stacks that this rank loads, by the names of the rank's own tensors."""
 
-    def _own_parts(self, paths: Mapping[str, StatePath]) -> dict[str, OwnPart]:
+    def _own_elements(self, paths: Mapping[str, StatePath]) -> dict[str, StackElement]:
         stacks = {fqn: path for fqn, path in paths.items() if path.ranks}
         for path in stacks.values():
             prefix = _prefix(path)
             self._saved[prefix] = sorted({*self._saved.get(prefix, ()), *path.ranks})
         for prefix, ranks in self._saved.items():
             self._saved[prefix] = sorted({*ranks, *_separate(self._names, prefix)})
-        parts = {}
+        elements = {}
         for fqn, path in stacks.items():
             source = self._source(_prefix(path))
             if source in path.ranks:
                 own = path.with_rank(str(source))
-                parts[own.fqn] = OwnPart(fqn, path.ranks.index(source), own)
-        return parts
+                elements[own.fqn] = StackElement(fqn, path.ranks.index(source), own)
+        return elements
 
     def _ranks_below(self, prefix: str) -> list[int]:
         """Return the ranks with entries below a prefix, or with an element of a stack there, in ascending order."""
@@ -150,20 +151,24 @@ class LoadedRanks:
         self._others |= {f"{prefix}{other}" for other in (*saved, RANKS) if other != source}
         return source
 
+    def drop_other_elements(self) -> None:
+        """Drop the elements of stacks that no PerRank of the state loads. Call it after :meth:`source`."""
+        self.elements = {name: element for name, element in self.elements.items() if self.is_own(name)}
+
     def is_own(self, name: str) -> bool:
         """Whether a name belongs to the state that a PerRank of this rank loads."""
-        return any(stem in self._own for stem in _stems(name))
+        return any(stem in self._own for stem in stems(name))
 
-    def explained(self, error: KeyMismatchError, missing: Iterable[str]) -> KeyMismatchError:
+    def explain_missing(self, error: KeyMismatchError, missing: Iterable[str]) -> KeyMismatchError:
         """Return an error about missing names, with the next step if a rank has no saved state."""
-        lines = {self._advice[stem] for name in missing for stem in _stems(name) if stem in self._advice}
+        lines = {self._advice[stem] for name in missing for stem in stems(name) if stem in self._advice}
         return KeyMismatchError("\n".join([str(error), *sorted(lines)])) if lines else error
 
     def without_others(self, names: Iterable[str]) -> list[str]:
         """Return names without those of other ranks' state, which need no target on this rank."""
         if not self._others:
             return list(names)
-        return [name for name in names if not any(stem in self._others for stem in _stems(name))]
+        return [name for name in names if not any(stem in self._others for stem in stems(name))]
 
 
 def _advice(name: str, rank: int, saved: list[int], wrapped: int | None) -> str:
@@ -176,11 +181,6 @@ def _advice(name: str, rank: int, saved: list[int], wrapped: int | None) -> str:
         f"{name!r} has the state of {len(saved)} ranks ({saved[0]} to {saved[-1]}), but this is rank {rank}: "
         f"PerRank(..., new_ranks='wrap') loads the state of rank {wrapped}, {keep}"
     )
-
-
-def _stems(name: str) -> Iterable[str]:
-    """Yield the prefixes of an fqn that end before a dot, and the fqn itself."""
-    return (name[:place] for place, letter in enumerate(f"{name}.") if letter == ".")
 
 
 def _prefix(path: StatePath) -> str:
@@ -196,7 +196,7 @@ def _separate(names: Iterable[str], prefix: str) -> list[int]:
 
 def refuse_sharded(name: str, value: object) -> None:
     """Raise UnsupportedValueError for a sharded tensor in a PerRank, because no rank holds all of it."""
-    if is_dtensor(value) or is_sharded_tensor(value):
+    if is_sharded(value):
         raise UnsupportedValueError(
             f"{name!r} is a {type(value).__name__} inside a PerRank: all ranks together save it, so put it, or the "
             "module or optimizer that it comes from, into the state without PerRank; or keep its local part"

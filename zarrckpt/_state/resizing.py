@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from zarrckpt._ranks.torch_private import submodule
 from zarrckpt._state.flatten import flatten
-from zarrckpt._state.local_boxes import HeldTensor, held_of
-
-if TYPE_CHECKING:
-    from zarrckpt._state.optimizers import SavedEntries
+from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
+from zarrckpt._state.saved_entries import RequestedEntries
 
 
 def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
@@ -34,16 +32,16 @@ def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
 
 def is_resizable(value: Any) -> bool:
     """Return whether a value is a plain tensor that another one can replace: not sharded, wrapped or lazy."""
-    return type(value) in (torch.Tensor, nn.Parameter) and not is_lazy(value) and held_of("", value) is value
+    return type(value) in (torch.Tensor, nn.Parameter) and not is_lazy(value) and to_local_boxes("", value) is value
 
 
-def new_extra_state(fqn: str, value: Any, saved: SavedEntries) -> Any:
+def new_extra_state(fqn: str, value: Any, saved: RequestedEntries) -> Any:
     """Return a target for a module's extra state: a tensor with the saved shape and dtype, or None for any value.
 
     Extra state that has the saved shape and dtype already, or is sharded, stays the target.
     """
     leaves, _ = flatten({fqn: value})
-    if any(isinstance(held_of(fqn, leaf), HeldTensor) for leaf in leaves.values()):
+    if any(isinstance(to_local_boxes(fqn, leaf), LocalBoxes) for leaf in leaves.values()):
         return value
     form = saved.tensor(fqn)
     if isinstance(value, torch.Tensor):

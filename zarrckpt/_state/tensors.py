@@ -133,7 +133,7 @@ class CopiedTensor:
         """The raw numpy type of the elements to copy."""
         return raw_dtype(self._saved.itemsize)
 
-    def __setitem__(self, place: tuple[slice, ...], cells: RawArray, /) -> None:
+    def __setitem__(self, region: tuple[slice, ...], cells: RawArray, /) -> None:
         """Convert and copy the elements of one part. The copy is complete on return."""
         plain = np.require(cells, requirements=["C", "A", "W"])
         part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
@@ -142,7 +142,7 @@ class CopiedTensor:
             part = part.float().clamp(-MAX_E4M3FN, MAX_E4M3FN)
         # Inference mode is set per thread, and inference tensors can only be changed within it.
         with torch.inference_mode(self._tensor.is_inference()):
-            self._tensor[place].copy_(part)
+            self._tensor[region].copy_(part)
 
 
 def transfer_memory(limit: int, devices: Iterable[torch.device]) -> BytesBudget:

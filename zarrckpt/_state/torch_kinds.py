@@ -20,6 +20,11 @@ def is_sharded_tensor(value: object) -> bool:
     return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
 
 
+def is_sharded(value: object) -> bool:
+    """Whether a value is a DTensor or a ShardedTensor."""
+    return is_dtensor(value) or is_sharded_tensor(value)
+
+
 def fsdp1_modules(module: object, *, root_only: bool = False) -> list[Any]:
     """Return the FSDP1 modules inside a module, including the module itself."""
     found: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")

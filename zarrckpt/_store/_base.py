@@ -249,21 +249,18 @@ class Store(abc.ABC):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         """Write an object that consists of the buffers in order, and replace an old one. Readers never see a part."""
 
-    def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         """Write an object of an attempt that is not committed yet, from groups of buffers that are made one by one.
 
         A local file is written group by group, so the memory of a group may be reused when the next one is requested.
         Readers may see a part of the file, but no reader opens an attempt before it is committed. Other stores collect
         all groups of an object before they put it, for a few objects at once (:attr:`makers`).
 
-        Args:
-            key: returns the object's key. It is called once, when the key is needed, and may block.
-            groups: returns the groups of buffers. It is called once per try.
+        ``groups`` returns the groups of buffers. It is called once per try.
         """
         with self.makers:
             buffers = [buffer for group in groups() for buffer in group]
-            name = key()
-        self.put(name, buffers)
+        self.put(key, buffers)
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:

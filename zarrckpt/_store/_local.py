@@ -145,8 +145,8 @@ class LocalStore(Store):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._put(key, lambda path: files.put_file(path, [byte_views(buffers)]))
 
-    def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        self._put(key(), lambda path: files.write_new(path, map(byte_views, groups())))
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        self._put(key, lambda path: files.write_new(path, map(byte_views, groups())))
 
     def _put(self, key: str, work: Callable[[str], None]) -> None:
         self._write("writing", key, work)

@@ -14,91 +14,59 @@ from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
 from zarrckpt._commit.stored_documents import read_root
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._format.root import Root
-from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._format.sealed import now
 from zarrckpt._format.wire import record
-from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
+from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._reports import SaveReport
-from zarrckpt._save.agree import agree, plan_alone
+from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.write import RankWork, Results
+from zarrckpt._save.write import RankWriter, Results
 from zarrckpt._state.local_state import LocalState
-
-
-@record
-@dataclasses.dataclass(frozen=True)
-class AttemptName:
-    """The ids of an attempt, as the coordinator sends them to all ranks."""
-
-    save_id: str
-    tree: str
-    """The key prefix of the attempt's objects."""
-    base_id: str
-    """The save id of the checkpoint that this one replaces, or ''."""
-    host: str
-    """The name of the coordinator's host."""
-
-    def __post_init__(self) -> None:
-        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
-            raise ValueError(f"the tree {self.tree!r:.100} does not belong to the attempt {self.save_id!r:.100}")
-
 
 record(SaveReport)
 
 
-def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
+def save_state(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
     """Save the states that ``read_state`` returns on the ranks, and commit. An error on one rank is raised on all."""
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
         return save_in_rounds(rounds, read_state, RankSave(request))
 
 
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
-    """Make a save with connected ranks, as in :func:`run_save`, without a call to torch.distributed."""
-    if rounds.size == 1:
-        return _save_alone(read_state(), save, rounds)
+    """Make a save with connected ranks, as in :func:`save_state`, without a call to torch.distributed."""
+    # The coordinator begins the attempt in the round in which the ranks agree.
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
-    name, layout = agreed.attempt, agreed.plan.layout
+    plan, attempt = agreed.plan, agreed.attempt
     try:
-        channel = rounds.pieces() if agreed.plan.moves else None
+        channel = rounds.pieces() if plan.moves else None
         report = rounds.merge(
             "what they have written",
-            lambda: save.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
-            partial(save.finish, layout),
+            lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.progressed),
+            partial(save.finish, plan.layout),
             save.stop,
         )
-        return _commit_together(rounds, save, name, report)
+        return _commit_together(rounds, save, attempt, report)
     except BaseException:
         save.abandon()
         raise
 
 
-def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport:
-    """Save with a single rank. The attempt begins in a thread while the first chunks are encoded."""
-    plan = plan_alone(state, save.request.options.plan, rounds.members)
-    try:
-        with in_thread(partial(save.begin, plan.layout), at_once=save.is_local) as begun:
-            results = save.write(begun, plan.part(0), state, None, lambda: None)
-        return save.commit(save.finish(plan.layout, [results]))
-    except BaseException:
-        save.abandon()
-        raise
-
-
-def _commit_together(rounds: Rounds, save: RankSave, name: AttemptName, report: SaveReport) -> SaveReport:
+def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, report: SaveReport) -> SaveReport:
     """Make the last round, in which the coordinator commits.
 
     A rank that lost its connections in this round reads the root document, and returns the report if it was committed.
     """
     try:
-        return rounds.merge("the commit", lambda: None, lambda _: save.commit(report))
+        return call_on_coordinator(rounds, "the commit", partial(save.commit, report))
     except CheckpointError:
-        if rounds.rank and not rounds.in_step and save.is_committed(name.save_id):
+        if rounds.rank and not rounds.in_step and save.is_committed(attempt.save_id):
             return report
         raise
 
@@ -112,42 +80,36 @@ class RankSave:
         # A concurrency that the caller chose is not reduced.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
-        self._work: RankWork | None = None
+        self._writer: RankWriter | None = None
         self._stopped = False
         self._attempt: attempts.Attempt | None = None
         self._root: Root | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the checkpoint is saved to local files."""
-        return self._store.is_local
 
     # -- all ranks
 
     def write(
         self,
-        name: Callable[[], AttemptName],
-        part: RankPlan,
+        attempt: SentAttempt,
+        plan: RankPlan,
         source: Source,
         channel: Channel | None,
         progressed: Callable[[], None],
     ) -> Results:
         """Write this rank's chunks, values and documents in parallel, and sync them. One put per object.
 
-        ``name`` returns the attempt's ids. It may block until the attempt has begun. Raises CheckpointError before the
-        first put if a tensor does not match the plan. Raises StorageError if the coordinator writes to a different
-        storage, and deletes the written objects first.
+        Raises CheckpointError before the first put if a tensor does not match the plan. Raises StorageError if the
+        coordinator writes to a different storage, and deletes the written objects first.
         """
-        self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
+        self._writer = RankWriter(self._store, attempt.tree, plan, source, self.request, progressed)
         if self._stopped:
-            self._work.stop()
-        with attempts.report_lost_commit(self._store, name):
-            results = self._work.write(channel)
+            self._writer.stop()
+        with attempts.report_lost_commit(self._store, attempt):
+            results = self._writer.write(channel)
         if self._attempt is None:
             try:
-                refuse_separate_storage(self._store, name().save_id, name().host, progressed, lambda: self._stopped)
+                refuse_separate_storage(self._store, attempt.save_id, attempt.host, progressed, lambda: self._stopped)
             except StorageError:
-                self._work.remove()
+                self._writer.remove()
                 self._store.remove_folder()
                 raise
         return results
@@ -155,12 +117,12 @@ class RankSave:
     def stop(self) -> None:
         """Make :meth:`write` end soon, with an error. Called in a different thread."""
         self._stopped = True
-        if self._work is not None:
-            self._work.stop()
+        if self._writer is not None:
+            self._writer.stop()
 
     # -- the coordinator
 
-    def begin(self, layout: Layout) -> AttemptName:
+    def begin(self, layout: Layout) -> SentAttempt:
         """Check for a checkpoint, claim the url, write the marker. About 9 requests.
 
         Raises CheckpointExistsError, ForeignObjectsError.
@@ -171,7 +133,7 @@ class RankSave:
             run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(new_id(), now()), run=run_id)
         self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
-        return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
+        return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables.
@@ -181,7 +143,7 @@ class RankSave:
         assert self._attempt is not None
         store, attempt = self._store, self._attempt
         try:
-            with attempts.report_lost_commit(store, lambda: attempt):
+            with attempts.report_lost_commit(store, attempt):
                 run = {} if self.request.run is None else self.request.run.metadata()
                 metadata = {**self.request.metadata, **run}
                 self._root, report = finish_save(store, attempt, layout, results, metadata)
@@ -213,7 +175,7 @@ class RankSave:
         """
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and would delay the error of the save.
-        if attempt is not None and (self._work is None or self._work.could_remove):
+        if attempt is not None and (self._writer is None or self._writer.could_remove):
             attempts.abandon(self._store, attempt)
 
     # -- the other ranks
