@@ -127,9 +127,6 @@ class AskedStore(ConditionalStore):
     def sync(self, keys: Iterable[str]) -> None:
         """Do nothing: a sync changes nothing that other agents could see."""
 
-    def zarr_store(self) -> Any:
-        raise NotImplementedError
-
     def put_if_absent(self, key: str, data: bytes) -> bool:
         found: bool = self.ask(Op("create", key, data))
         return found

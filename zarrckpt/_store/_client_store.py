@@ -12,8 +12,9 @@ from typing import Any
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MOST_WHOLE, Buffer, check_key
+from zarrckpt._store._base import Buffer, check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._secrets import scrub, secret_values
 
 _DELETES_AT_ONCE = 16
@@ -92,7 +93,7 @@ class ClientStore(ConditionalStore):
         return self.name(prefix) if prefix else self._folder
 
     def get(self, key: str) -> bytes:
-        return self._get(key, self.name(key), MOST_WHOLE)
+        return self._get(key, self.name(key), MAX_WHOLE_BYTES)
 
     def size(self, key: str) -> int:
         return self.call(f"reading the size of {key!r}", lambda: self.size_named(self.name(key)), key)
@@ -111,7 +112,7 @@ class ClientStore(ConditionalStore):
         if levels > len(above) - self.lowest_levels:
             return super().get_above(levels, key)
         name = "/".join([*above[:-levels], check_key(key)])
-        return self._get(f"{'../' * levels}{key}", name, MOST_WHOLE)
+        return self._get(f"{'../' * levels}{key}", name, MAX_WHOLE_BYTES)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(key, byte_offset, len(buffer))

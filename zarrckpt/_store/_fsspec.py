@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from zarrckpt._errors import StorageError
@@ -19,9 +19,6 @@ from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
 
 T = TypeVar("T")
 
@@ -174,9 +171,6 @@ class FsspecStore(ClientStore):
         if not self._traits.http:
             return name
         return unquote(name.partition("?")[0].removeprefix("./"))  # links with "?" sort the web page
-
-    def zarr_store(self) -> ZarrStore:
-        return self.call("opening the store", self._filesystems.zarr_store)
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._filesystems.ask, request), key)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 
@@ -24,9 +24,6 @@ from zarrckpt._store._failures import refuses_credentials
 from zarrckpt._store._local_commit import is_silly_name
 from zarrckpt._store._secrets import redact_url
 from zarrckpt._store._url import RESOLVERS, is_chain
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
 
 T = TypeVar("T")
 
@@ -167,23 +164,6 @@ class Filesystems:
                 yield fs
             finally:
                 self._idle.put(fs)
-
-    def zarr_store(self) -> ZarrStore:
-        """Return zarr's read-only store on the same folder."""
-        import asyncio
-
-        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-        from zarr.storage import FsspecStore
-
-        fs = self._open()
-        if fs.async_impl:
-            # A cached s3fs instance would keep old credentials.
-            fresh = {"skip_instance_cache": True} if self.traits.s3 else {}
-            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True, **fresh})
-        else:
-            one_at_a_time = None if self.traits.shared else asyncio.Semaphore(1)
-            fs = AsyncFileSystemWrapper(fs, asynchronous=True, semaphore=one_at_a_time)
-        return FsspecStore(fs, path=self.root, read_only=True)
 
     def _open(self) -> Any:
         return self._open_shared(**({} if self.traits.shared else {"skip_instance_cache": True}))[0]

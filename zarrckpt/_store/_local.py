@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from stat import S_ISDIR
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError, one_line
 from zarrckpt._forks import ForkSafeLock
+from zarrckpt._jobs import thread_pool
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
 from zarrckpt._store._base import (
@@ -31,17 +32,14 @@ from zarrckpt._store._base import (
     byte_views,
     check_key,
 )
-from zarrckpt._store._regular_files import open_regular, read_regular
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES, open_regular, read_regular
 
 T = TypeVar("T")
 
 Entries = list[tuple[str, bool, int]]
 """(name, whether it is a folder, size in bytes) of each entry of a folder."""
 
-_THREADS = 16
+_DISK_THREADS = 16
 _TRIES = 20
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """Error codes that mean that a file or folder is absent. No file can have a name that is too long."""
@@ -64,17 +62,9 @@ _NEXT_STEP = {
 }
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def _syncing() -> ThreadPoolExecutor:
-    """Return this process's pool of threads that wait for disks.
-
-    The pool is kept because starting its threads takes as long as the rest of a small save. Each process has its own,
-    because a forked process has none of its parent's threads.
-    """
-    pool = _pools.get(os.getpid())
-    return pool or _pools.setdefault(os.getpid(), ThreadPoolExecutor(_THREADS, "zarrckpt-sync"))
+def _disk_threads() -> ThreadPoolExecutor:
+    """Return this process's pool of threads that wait for disks."""
+    return thread_pool("zarrckpt-sync", _DISK_THREADS)
 
 
 class LocalStore(Store):
@@ -108,6 +98,9 @@ class LocalStore(Store):
 
     def get(self, key: str) -> bytes:
         return self._read(key, self._path(key))
+
+    def get_bounded(self, key: str, most: int) -> bytes:
+        return self._read(key, self._path(key), most)
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
@@ -260,15 +253,10 @@ class LocalStore(Store):
             sync.result()
         self._sync_folders(keys)
 
-    def zarr_store(self) -> ZarrStore:
-        from zarrckpt._store._zarr_readers import RegularFilesStore
-
-        return RegularFilesStore(self._root, read_only=True)
-
     def _begin_sync(self, key: str) -> None:
         """Begin to sync a file while others are still being written, so that the disk works in the meantime."""
         with self._lock:
-            self._syncs[key] = _syncing().submit(self._on, "syncing", self._path(key), files.sync_path)
+            self._syncs[key] = _disk_threads().submit(self._on, "syncing", self._path(key), files.sync_path)
 
     # -- paths and folders
 
@@ -345,8 +333,8 @@ class LocalStore(Store):
     def hint(self, error: BaseException) -> str:
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
-    def _read(self, key: str, path: str) -> bytes:
-        return self.call(f"reading {path!r}", lambda: read_regular(path), key)
+    def _read(self, key: str, path: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        return self.call(f"reading {path!r}", lambda: read_regular(path, most), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)
@@ -378,7 +366,7 @@ class LocalStore(Store):
         """Make the same call on many paths, several at a time. Consecutive fsyncs are many times slower."""
         if not paths:
             return
-        begun = [_syncing().submit(self._on, verb, path, work) for path in paths[1:]]
+        begun = [_disk_threads().submit(self._on, verb, path, work) for path in paths[1:]]
         try:
             self._on(verb, paths[0], work)
         finally:

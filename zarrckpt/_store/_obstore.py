@@ -10,21 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MOST_WHOLE, Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._obstore_client import Client, awaited
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 T = TypeVar("T")
 
@@ -68,7 +66,7 @@ class ObstoreStore(ClientStore):
             answer = obstore.get(store, self.name(key))
             # obstore refuses None as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
-            data = _take_whole(answer, key, MOST_WHOLE)
+            data = _take_whole(answer, key, MAX_WHOLE_BYTES)
             return Versioned(data, version or version_of(data))
 
         return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
@@ -231,12 +229,6 @@ class ObstoreStore(ClientStore):
                 f"listing in {self.url} failed: it did not end within {self._bucket.patience:.0f} s. Check the "
                 "endpoint and the server. To wait longer, pass timeout"
             ) from None
-
-    def zarr_store(self) -> ZarrStore:
-        check_fork()
-        from zarrckpt._store._zarr_readers import ClientReadStore
-
-        return ClientReadStore(self._bucket, self._client.prefix)
 
     def hint(self, error: BaseException) -> str:
         option = self._client.fixed_credentials

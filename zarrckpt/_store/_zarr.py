@@ -18,7 +18,6 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import Honoured
-from zarrckpt._store._zarr_readers import PrefixStore
 
 T = TypeVar("T")
 
@@ -102,9 +101,6 @@ class WrappedZarrStore(ClientStore):
 
         found = self._waited(f"listing {prefix!r}", fetch)
         return [name for name, is_object in found if is_object], [name for name, is_object in found if not is_object]
-
-    def zarr_store(self) -> ZarrStore:
-        return PrefixStore(self._store, self._folder)
 
     def _start(self, prefix: str) -> str:
         """Return the prefix of the names of all objects below a folder."""
