@@ -18,7 +18,7 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Store, Versioned
 
-_ATTEMPTS = 5
+_PUT_TRIES = 5
 
 
 class NoConditionsError(StorageError):
@@ -77,7 +77,7 @@ class ConditionalStore(Store):
         with nullcontext() if self._honoured.creates else self._lock:
             if not self._honoured.creates and self._is_own(key, data):
                 return
-            for attempt in range(_ATTEMPTS):
+            for attempt in range(_PUT_TRIES):
                 if self._honoured.creates is False:
                     self._warn()
                     return self.put(key, [data])
@@ -109,7 +109,7 @@ class ConditionalStore(Store):
             self._honoured.matches = self._server_honours_match()
         if not self._honoured.matches:
             return self._check_and_put(key, data, version)
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_PUT_TRIES):
             if self.put_if_version(key, data, version):
                 return
             found = self.read_if_any(key)

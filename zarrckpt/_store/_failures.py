@@ -108,7 +108,7 @@ _SELDOM_PASSING = re.compile(
     r"|<Code>NoSuchUpload</Code>"
     rf"|{_ABORT}"
 )
-_FEW = 2
+_SELDOM_REPEATS = 2
 
 _REFUSED_CODES = (
     "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
@@ -167,7 +167,7 @@ def not_implemented(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
 
 
-def most_repeats(error: BaseException) -> int:
+def max_repeats(error: BaseException) -> int:
     """Return how often a request may be repeated, with a new signature, after this error.
 
     Repeats are safe for all requests. A second delete finds no object, which is no error. After a refused condition the
@@ -176,7 +176,7 @@ def most_repeats(error: BaseException) -> int:
     text = _ends(str(error))
     if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
         return sys.maxsize
-    return _FEW if _SELDOM_PASSING.search(text) else 0
+    return _SELDOM_REPEATS if _SELDOM_PASSING.search(text) else 0
 
 
 def is_passing(error: BaseException) -> bool:

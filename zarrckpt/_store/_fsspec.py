@@ -25,7 +25,7 @@ T = TypeVar("T")
 _EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
 """Packages that an extra of zarrckpt installs, and the extra."""
 
-_READS = 5
+_READ_TRIES = 5
 
 # The process has one memory filesystem of fsspec. The lock makes the check and the write atomic.
 _MEMORY_LOCK = ForkSafeLock()
@@ -58,11 +58,13 @@ class FsspecStore(ClientStore):
         if not self._traits.s3:
             return super().get_versioned(key)
         # s3fs returns bytes without an e-tag, so compare the e-tags before and after the read.
-        for _ in range(_READS):
+        for _ in range(_READ_TRIES):
             before, data, after = self._e_tag(key), self.get(key), self._e_tag(key)
             if before == after:
                 return Versioned(data, before)
-        raise StorageError(f"reading {key!r} in {self.url} failed: it changed during each of {_READS} reads. Try again")
+        raise StorageError(
+            f"reading {key!r} in {self.url} failed: it changed during each of {_READ_TRIES} reads. Try again"
+        )
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
         return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
@@ -173,12 +175,12 @@ class FsspecStore(ClientStore):
         return unquote(name.partition("?")[0].removeprefix("./"))  # links with "?" sort the web page
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        return super().call(what, partial(self._filesystems.ask, request), key)
+        return super().call(what, partial(self._filesystems.renewal.call, request), key)
 
     def hint(self, error: BaseException) -> str:
         filesystems = getattr(self, "_filesystems", None)  # none yet, if it could not be opened
         if filesystems is not None and filesystems.signs_for_s3 and _failures.refuses_credentials(error):
-            return self.renewal_hint(filesystems.fixed_credentials, None)
+            return self.renewal_hint(filesystems.fixed_credentials, filesystems.renewal.error)
         if isinstance(error, ImportError):
             package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
             return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"

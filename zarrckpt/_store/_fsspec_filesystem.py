@@ -12,20 +12,17 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 
 from zarrckpt._errors import StorageError
-from zarrckpt._forks import ForkSafeLock
-from zarrckpt._store._failures import refuses_credentials
 from zarrckpt._store._local_commit import is_silly_name
+from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url
 from zarrckpt._store._url import RESOLVERS, is_chain
-
-T = TypeVar("T")
 
 _S3 = {"s3", "s3a"}
 # Stores without folders: a put is atomic, and no folder must be made (s3fs would make a bucket instead).
@@ -50,7 +47,7 @@ _SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session",
 """Options of s3fs and (the last one) of its client that hold credentials."""
 
 _CONNECTIONS = 8
-_FSSPEC_TRIES = 5
+_FOLDER_TRIES = 5
 
 _FSSPEC_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
 
@@ -108,7 +105,7 @@ class Filesystems:
         first, root = self._open_shared()
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
-        self._generation, self._renewing = 0, ForkSafeLock()
+        self.renewal = Renewal(self._renew if self.signs_for_s3 and not self.fixed_credentials else None)
         self._begin(first)
 
     @property
@@ -122,23 +119,9 @@ class Filesystems:
         """Whether requests are signed for S3."""
         return self.traits.s3 and not self._options.get("anon")
 
-    def ask(self, call: Callable[[], T]) -> T:
-        """Make a call that uses :meth:`lend`. If an S3 server refuses the credentials, read them again and repeat it.
-
-        Calls that fail at the same time share one renewal.
-        """
-        generation = self._generation
-        try:
-            return call()
-        except Exception as error:
-            if not self.signs_for_s3 or self.fixed_credentials or not refuses_credentials(error):
-                raise
-        with self._renewing:
-            if generation == self._generation:
-                # fsspec would return the same filesystem again.
-                self._begin(self._open_shared(skip_instance_cache=True)[0])
-                self._generation = generation + 1
-        return call()
+    def _renew(self) -> None:
+        # fsspec would return the same filesystem again.
+        self._begin(self._open_shared(skip_instance_cache=True)[0])
 
     def _begin(self, first: Any) -> None:
         idle: queue.LifoQueue[Any] = queue.LifoQueue()
@@ -306,7 +289,7 @@ def _swap(fs: Any, temp: str, path: str) -> None:
 
 def _make_folder(fs: Any, folder: str) -> None:
     """Make a folder and those above it, while other threads and processes do the same."""
-    for attempt in range(_FSSPEC_TRIES):
+    for attempt in range(_FOLDER_TRIES):
         try:
             fs.makedirs(folder, exist_ok=True)
             return
@@ -314,6 +297,6 @@ def _make_folder(fs: Any, folder: str) -> None:
             # Some ``makedirs`` fail if the folder appears between their check and their call.
             if fs.isdir(folder):
                 return
-            if attempt == _FSSPEC_TRIES - 1:
+            if attempt == _FOLDER_TRIES - 1:
                 raise
             time.sleep(0.01 * 2**attempt)

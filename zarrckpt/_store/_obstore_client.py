@@ -24,8 +24,9 @@ from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
 from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
+from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
-from zarrckpt._store._url import Place
+from zarrckpt._store._url import ParsedUrl
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ _answered: set[str] = set()
 
 _kept: dict[str, Bucket] = {}
 """Clients that the next store may use, by a text of all their settings."""
-_MOST_KEPT = 8
+_MAX_KEPT = 8
 _keeping = ForkSafeLock()
 
 
@@ -100,17 +101,12 @@ class Bucket:
         """Seconds after which a listing fails. A server may send pages for ever."""
         self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
         """Whether the caller passes a proxy."""
-        self.generation = 0
-        """Number of times that the credentials were read again."""
-        self.renewal_error: Exception | None = None
-        """The reason why credentials could not be read again."""
         self._recipe = kind, name, out, server
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
-        self.renewable = translate is not None
-        self._out, self._server, self._translate = out, server, translate
+        self._out, self._server = out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
         self._provider = out.credential_provider
-        self._renewing = ForkSafeLock()
+        self.renewal = Renewal(None if translate is None else partial(self._renew, translate))
         self._begin()
 
     def __reduce__(self) -> Any:
@@ -169,77 +165,56 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._made(client, _FIRST_RETRY)
 
-    def renew(self, generation: int) -> bool:
-        """Read the credentials again from their source, after a server refused those of this generation.
-
-        Requests that fail at the same time share one renewal. Returns False if no credentials can be read.
-        """
-        if self._translate is None:
-            return False
-        with self._renewing:
-            if generation == self.generation:
-                try:
-                    fresh = self._translate()
-                    if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
-                        raise StorageError("the environment or the profile now names another endpoint")
-                    self._provider = fresh.credential_provider
-                    self._begin()
-                except Exception as error:
-                    self.renewal_error = error
-                    return False
-                self.generation, self.renewal_error = generation + 1, None
-        return True
-
-    def ask(self, call: Callable[[], T]) -> T:
-        """Make a call and repeat it after transient failures, and again with new credentials if they are refused."""
-        generation = self.generation
-        try:
-            return self._repeat(call)
-        except BaseError as error:
-            if not _failures.refuses_credentials(error) or not self.renew(generation):
-                raise
-        return self._repeat(call)
-
-    def _repeat(self, call: Callable[[], T]) -> T:
-        return self.send(call) if self.answered else self.reach(call)
-
     @cached_property
     def unrepeated(self) -> Any:
         """A client that makes each request once."""
         return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
 
-    def reach(self, call: Callable[[], T]) -> T:
-        """Call a server that has not answered yet.
+    def _renew(self, translate: Callable[[], Translated]) -> None:
+        """Read the credentials again from their source, and make new clients."""
+        fresh = translate()
+        if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
+            raise StorageError("the environment or the profile now names another endpoint")
+        self._provider = fresh.credential_provider
+        self._begin()
+
+    def ask(self, request: Callable[[], T]) -> T:
+        """Make a request and repeat it after transient failures, and again with new credentials if they are refused."""
+        check_fork()
+        return self.renewal.call(lambda: self._send(request) if self.answered else self._send_first(request))
+
+    def _send_first(self, request: Callable[[], T]) -> T:
+        """Make a request to a server that has not answered yet.
 
         Raises after about a second if its address is wrong, and after ten seconds if it does not answer.
         """
         try:
-            result = call()
+            result = request()
         except Exception as error:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
             if _failures.refuses_credentials(error):
                 raise
-            if not isinstance(error, GenericError) and not _failures.most_repeats(error):
+            if not isinstance(error, GenericError) and not _failures.max_repeats(error):
                 raise
             # The server exists and is busy. From now on retry_config applies.
-            return self.send(call)
+            return self._send(request)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T]) -> T:
-        """Make a call. Repeat it with a new signature after transient failures on which obstore does not repeat it."""
+    def _send(self, request: Callable[[], T]) -> T:
+        """Make a request. Repeat it with a new signature if it failed briefly and obstore did not repeat it."""
         deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
-                return call()
+                return request()
             except (BaseError, FileNotFoundError) as error:
-                if repeat >= _failures.most_repeats(error) or time.monotonic() > deadline:
+                if repeat >= _failures.max_repeats(error) or time.monotonic() > deadline:
                     raise
                 pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
             time.sleep(pause)
-        return call()
+        return request()
 
 
 @dataclass(frozen=True)
@@ -258,53 +233,53 @@ class Client:
     """The option that contains the credentials."""
 
 
-def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
+def open_client(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
     """Build the client of a parsed url. No request is made."""
     check_fork()
-    if place.path and _NO_KEY.search(place.path):
+    if parsed.path and _NO_KEY.search(parsed.path):
         raise StorageError(
-            f"{redact_url(place.address)!r} cannot be used as a prefix of keys: its path contains an empty name, '.', "
+            f"{redact_url(parsed.address)!r} cannot be used as a prefix of keys: its path contains an empty name, '.', "
             "'..' or a control character. Remove it"
         )
-    if re.search(r"[\x00-\x20\x7f]", place.bucket + place.account):
+    if re.search(r"[\x00-\x20\x7f]", parsed.bucket + parsed.account):
         raise StorageError(
-            f"{redact_url(place.address)!r} names no bucket: expected a name without spaces and control characters"
+            f"{redact_url(parsed.address)!r} names no bucket: expected a name without spaces and control characters"
         )
     known = secret_values(options)
     try:
-        return _open(place, options, provider, known)
+        return _open(parsed, options, provider, known)
     except CheckpointError as error:
         if scrub(str(error), known) == str(error):
             raise
         failure = StorageError(scrub(str(error), known))
     except UnknownConfigurationKeyError as error:
         name = re.search("'([^']*)'", str(error))
-        failure = _options.unknown(place.kind, name[1] if name else str(error))
+        failure = _options.unknown(parsed.kind, name[1] if name else str(error))
     except BaseException as error:
         if not isinstance(error, Exception) and not _failures.is_panic(error):
             raise
-        failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
+        failure = _failures.storage_error("opening the store", redact_url(parsed.address), error, known)
     raise failure
 
 
-def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
+def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     def translate() -> Translated:
-        out = _options.translate(place, options, provider)
-        restrict_redirects(place.kind, out)
+        out = _options.translate(parsed, options, provider)
+        restrict_redirects(parsed.kind, out)
         return out
 
     out = translate()
-    server = f"{place.kind} {out.config.get('endpoint')} {place.bucket}"
-    make = partial(Bucket, place.kind, place.bucket, out, server, translate if out.renewable else None)
-    if place.kind != "s3":
-        return Client(make(), place.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
+    server = f"{parsed.kind} {out.config.get('endpoint')} {parsed.bucket}"
+    make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
+    if parsed.kind != "s3":
+        return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
     honoured = Honoured(True, True) if _options.is_amazon(out) else honoured_by(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
-    bucket = _shared_bucket(place, out, make)
-    return Client(bucket, place.path, out.put, honoured, bulk, known, out.fixed_credentials)
+    bucket = _shared_bucket(parsed, out, make)
+    return Client(bucket, parsed.path, out.put, honoured, bulk, known, out.fixed_credentials)
 
 
-def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) -> Bucket:
+def _shared_bucket(parsed: ParsedUrl, out: Translated, make: Callable[[], Bucket]) -> Bucket:
     """Return the clients of an earlier store with the same settings. New ones would take 25 ms each and connect again.
 
     If the credentials are from a profile or the caller's provider, return new clients. These credentials may change
@@ -314,14 +289,14 @@ def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) ->
         return make()
     environment = sorted(item for item in os.environ.items() if _READ_BY_OBSTORE.match(item[0]))
     settings = [sorted(items.items()) for items in (out.config, out.client, out.retry)]
-    recipe = repr((place.bucket, settings, out.keys, environment))
+    recipe = repr((parsed.bucket, settings, out.keys, environment))
     with _keeping:
         found = _kept.pop(recipe, None)
-        if found is None or found.generation:
+        if found is None or found.renewal.count:
             # Renewed clients have other credentials than those in the recipe.
             found = make()
         # The most recently used client is the last one.
         _kept[recipe] = found
-        if len(_kept) > _MOST_KEPT:
+        if len(_kept) > _MAX_KEPT:
             del _kept[next(iter(_kept))]
         return found

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store import _aws
-from zarrckpt._store._url import Place, check_endpoint
+from zarrckpt._store._url import ParsedUrl, check_endpoint
 
 # obstore's default for a whole request with its body is 30 s, which is too short for 16 MiB over a slow network. With
 # this timeout a request that hangs still gets a second try within the retry_timeout.
@@ -96,30 +96,7 @@ _OFTEN_MEANT = {
     "gs": f"{_COMMON} token service_account service_account_key application_credentials bearer_token base_url",
     "az": f"{_COMMON} account_name account_key sas_token bearer_token tenant_id client_id client_secret",
 }
-_SAID_ELSEWHERE = {
-    "region_name": "region",
-    "aws_access_key_id": "key",
-    "aws_secret_access_key": "secret",
-    "aws_session_token": "token",
-    "username": "key",
-    "password": "secret",
-    "use_ssl": "endpoint_url",
-    "verify": "root_certificate",
-    "proxies": "proxy_url",
-    "requester_pays": "request_payer",
-    "BucketKeyEnabled": "sse_bucket_key_enabled",
-    "SSECustomerKey": "sse_customer_key_base64",
-    "Tagging": "tags",
-    "addressing_style": "virtual_hosted_style_request",
-    "payload_signing_enabled": "unsigned_payload",
-    "max_attempts": "retry_config",
-    "account_url": "endpoint_url",
-    "account_host": "endpoint_url",
-    "connection_string": "account_key",
-    "credential": "credential_provider=",
-    "session": "credential_provider=",
-}
-"""Names of s3fs, boto3 and adlfs, and the name of the same option here."""
+"""Options that errors suggest. obstore has a list of all only for type checkers."""
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -145,33 +122,33 @@ class Translated:
     """Hosts that redirects may lead to in addition to the endpoint's, with their subdomains; "*" for all."""
 
 
-def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
+def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
     """Translate options, environment and profile to the arguments of obstore's client. None means "not given"."""
-    out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(place.kind)
+    out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(parsed.kind)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
         if value is not None:
-            _refuse_controls(_bare(place.kind, name), name, value)
-            first, _ = given.setdefault(_bare(place.kind, name), (name, value))
+            _refuse_controls(_bare(parsed.kind, name), name, value)
+            first, _ = given.setdefault(_bare(parsed.kind, name), (name, value))
             if first != name:
                 raise StorageError(
                     f"storage_options contain {first!r} and {name!r}, which mean the same: pass one of them"
                 )
-    if _signs_in(place.kind, given, provider):
+    if _signs_in(parsed.kind, given, provider):
         # The caller's options take precedence over AWS_SKIP_SIGNATURE and similar variables.
         out.config["skip_signature"] = False
-    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[place.kind] if bare in given)
+    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[parsed.kind] if bare in given)
     out.fixed_credentials = next(fixed, None)
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
-        _apply(out, place.kind, bare, name, value)
-    match place.kind:
+        _apply(out, parsed.kind, bare, name, value)
+    match parsed.kind:
         case "s3":
-            _complete_s3(out, place.bucket, extra)
+            _complete_s3(out, parsed.bucket, extra)
         case "gs":
             _complete_gs(out, extra)
         case _:
-            _complete_az(out, place.account)
+            _complete_az(out, parsed.account)
     out.renewable = out.fixed_credentials is None and not is_true(out.config.get("skip_signature"))
     return out
 
@@ -196,13 +173,14 @@ def _refuse_controls(bare: str, name: str, value: Any) -> None:
 
 
 def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:
-    """Return the error for an option that obstore does not have, with the names to use instead if there are any."""
+    """Return the error for an option that obstore does not have, with a similar name if there is one."""
+    known = [*_CLIENT.split(), *_OFTEN_MEANT[cloud].split()]
+    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
+    hint = ""
     if isinstance(value, Mapping):
-        flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(cloud, inner))]
-        hint = f", which takes flat names{': ' if flat else ''}{', '.join(flat)}"
-    else:
-        found = [f"storage_options[{text!r}]" if text == name else repr(text) for text in _meant(cloud, name)]
-        hint = f": did you mean {' or '.join(found)}?" if found else ""
+        hint = ", which takes no nested options"
+    elif similar:
+        hint = f": did you mean {f'storage_options[{name!r}]' if similar[0] == name else repr(similar[0])}?"
     return StorageError(
         f"{table}[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
         "To use options of s3fs, gcsfs or adlfs, pass storage_options={'backend': 'fsspec', ...}"
@@ -220,24 +198,6 @@ def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object
         one, other, *_ = found.values()
         raise StorageError(f"{one!r} and {other!r} are two ways to sign in at {cloud}://: pass one of them")
     return bool(found) and "skip_signature" not in found
-
-
-def _meant(cloud: str, name: str) -> list[str]:
-    """Return names here that a misspelt name or one of another library may mean, the likeliest first."""
-    every = {name: name for name in " ".join([_CLIENT, *_OFTEN_MEANT.values()]).split()}
-    known = {other.replace("_", "").lower(): name for other, name in (every | _SAID_ELSEWHERE).items()}
-    bare = name.replace("_", "").lower()
-    near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=2, cutoff=0.7)
-    here = (*_CLIENT.split(), *_OFTEN_MEANT[cloud].split(), "credential_provider=")
-    return [name for name in dict.fromkeys(known[text] for text in near) if name in here]
-
-
-def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _inner_names(item)
-        else:
-            yield str(name)
 
 
 def _bare(cloud: str, name: str) -> str:

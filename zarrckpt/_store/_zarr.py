@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Zarr's interface has no conditional puts with a result. This lock makes them exact within one process.
 _LOCK = ForkSafeLock(threading.RLock)
-_AT_ONCE = 32
+_CALLS_AT_ONCE = 32
 
 
 class WrappedZarrStore(ClientStore):
@@ -139,7 +139,7 @@ def _lists_all(store: ZarrStore) -> bool:
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Return all results in order, with at most 32 calls at a time."""
-    slots = asyncio.Semaphore(_AT_ONCE)
+    slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def one(call: Awaitable[T]) -> T:
         async with slots:
