@@ -45,6 +45,9 @@ from zarrckpt._format.state_path import is_unicode
 MAX_DEPTH: Final = 32
 """Maximum nesting of containers in a value."""
 
+MAX_LEVELS: Final = 128
+"""Maximum nesting of the JSON of a value, before it is decoded."""
+
 MAX_JSON_VALUE: Final = 64 * 1024
 """Maximum bytes of JSON of a value in the root document. A larger value becomes a blob."""
 
@@ -324,6 +327,14 @@ def dumps(obj: object) -> bytes:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def is_bounded(obj: object, levels: int = MAX_LEVELS) -> bool:
+    """Whether a JSON value can be decoded or written again without a RecursionError or infinite numbers."""
+    if not isinstance(obj, dict | list):
+        return type(obj) is not float or math.isfinite(obj)
+    inner = obj.values() if isinstance(obj, dict) else obj
+    return levels > 0 and all(is_bounded(item, levels - 1) for item in inner)
 
 
 def is_dense(data: bytes) -> bool:

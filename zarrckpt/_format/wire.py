@@ -25,13 +25,12 @@ import json
 import math
 import re
 import struct
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import numpy as np
 
 from zarrckpt._errors import CheckpointError
 
@@ -141,11 +140,12 @@ def _trees_of(items: Collection[Any], raw: list[Any], levels: int) -> Collection
 def _other_tree(value: Any, raw: list[Any], levels: int) -> Any:
     if isinstance(value, set | frozenset):
         return ["f" if isinstance(value, frozenset) else "s", *_trees_of(value, raw, levels)]
-    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
-        return value.item()
-    if type(value) is np.ndarray and _DTYPE.fullmatch(value.dtype.str):
-        raw.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        return ["a", value.dtype.str, *value.shape]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.generic) and type(value.item()) in _SCALARS:
+            return value.item()
+        if type(value) is numpy.ndarray and _DTYPE.fullmatch(value.dtype.str):
+            raw.append(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
+            return ["a", value.dtype.str, *value.shape]
     # Subclasses in the values of a caller, such as torch.Size and defaultdict.
     for plain in (str, int, float, list, dict, *(() if hasattr(value, "_fields") else (tuple,))):
         if isinstance(value, plain):
@@ -232,6 +232,8 @@ class _Reader:
     def _array(self, name: Any, *shape: Any) -> Any:
         if type(name) is not str or not _DTYPE.fullmatch(name) or not _are_counts(shape) or len(shape) > 32:
             raise ValueError("malformed array")
+        import numpy as np
+
         dtype, count = np.dtype(name), math.prod(shape)
         begin = self._skip(count * dtype.itemsize)
         return np.frombuffer(self._data, dtype, count, begin).reshape(shape).copy() if count else np.empty(shape, dtype)

@@ -102,6 +102,9 @@ class Store(abc.ABC):
     Calls raise :class:`~zarrckpt.ObjectNotFoundError` for an absent object and :class:`~zarrckpt.ObjectExistsError` if
     the condition of a put does not hold. All other failures are a :class:`~zarrckpt.StorageError` that names the
     operation, the key and the url. Its cause is the client's error. Errors never contain a credential.
+
+    It has 28 methods because each is an operation that some kind of store implements in another way. Only eight of them
+    are abstract.
     """
 
     url: str

@@ -1,6 +1,7 @@
 """Translate a client's exception to an error of this package. It names operation, url, reason and next step.
 
-Errors contain no secrets.
+Errors contain no secrets. The errors of obstore 0.12 have no attributes for a status, a code or a kind, only a text and
+coarse classes (most failures are a GenericError). So patterns find these in the text.
 """
 
 from __future__ import annotations

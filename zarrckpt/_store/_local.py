@@ -70,7 +70,8 @@ def _disk_threads() -> ThreadPoolExecutor:
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (an absolute path, made by the first write).
 
-    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable.
+    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. 20 of the 32
+    methods are those of :class:`Store`.
     """
 
     is_local = True
@@ -138,24 +139,29 @@ class LocalStore(Store):
     def _put(self, key: str, work: Callable[[str], None]) -> None:
         self._write("writing", key, work)
         if self._durable:
-            self._begin_sync(key)
+            # Begin to sync the file while others are still being written, so that the disk works in the meantime.
+            with self._lock:
+                self._syncs[key] = _disk_threads().submit(self._on, "syncing", self._path(key), files.sync_path)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
-            self._refuse_mount(path)
             if not files.create_file(path, data) and read_regular(path) != data:
                 raise _failures.conflict(key, self.url, replacing=False)
 
-        self._write("creating", key, work)
-        self._sync_folders([key])
+        self._put_conditionally("creating", key, work)
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         def work(path: str) -> None:
-            self._refuse_mount(path)
             if not files.replace_file(path, data, version):
                 raise _failures.conflict(key, self.url, replacing=True)
 
-        self._write("replacing", key, work)
+        self._put_conditionally("replacing", key, work)
+
+    def _put_conditionally(self, verb: str, key: str, work: Callable[[str], None]) -> None:
+        if not self._mount_is_known:
+            files.refuse_mount(self._path(key))
+            self._mount_is_known = True
+        self._write(verb, key, work)
         self._sync_folders([key])
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -249,11 +255,6 @@ class LocalStore(Store):
             sync.result()
         self._sync_folders(keys)
 
-    def _begin_sync(self, key: str) -> None:
-        """Begin to sync a file while others are still being written, so that the disk works in the meantime."""
-        with self._lock:
-            self._syncs[key] = _disk_threads().submit(self._on, "syncing", self._path(key), files.sync_path)
-
     # -- paths and folders
 
     def _path(self, key: str) -> str:
@@ -271,11 +272,6 @@ class LocalStore(Store):
         changes = self._folders.unsynced(map(self._path, keys))
         self._each("syncing", [*changes], files.sync_path)
         self._folders.note_synced(changes)
-
-    def _refuse_mount(self, path: str) -> None:
-        if not self._mount_is_known:
-            files.refuse_mount(path)
-            self._mount_is_known = True
 
     def _scan(self, prefix: str) -> Entries:
         return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
