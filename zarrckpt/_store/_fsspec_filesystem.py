@@ -106,7 +106,7 @@ class Filesystems:
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
         self.renewal = Renewal(self._renew if self.signs_for_s3 and not self.fixed_credentials else None)
-        self._begin(first)
+        self._use(first)
 
     @property
     def fixed_credentials(self) -> str | None:
@@ -121,9 +121,9 @@ class Filesystems:
 
     def _renew(self) -> None:
         # fsspec would return the same filesystem again.
-        self._begin(self._open_shared(skip_instance_cache=True)[0])
+        self._use(self._open_shared(skip_instance_cache=True)[0])
 
-    def _begin(self, first: Any) -> None:
+    def _use(self, first: Any) -> None:
         idle: queue.LifoQueue[Any] = queue.LifoQueue()
         idle.put(first)
         self._slots, self._idle = threading.BoundedSemaphore(_CONNECTIONS), idle
@@ -134,7 +134,7 @@ class Filesystems:
         """Yield a filesystem that no other call uses in the block, or one that may be shared."""
         if self._pid != os.getpid():
             # Connections and event loops do not survive a fork.
-            self._begin(self._open())
+            self._use(self._open())
         if self.traits.shared:
             yield self._idle.queue[0]
             return
@@ -251,10 +251,9 @@ def _part_of(path: str) -> str:
 def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
     """Rename a file and replace an old one. If this fails, keep the old file and remove ``temp``."""
     try:
-        if traits.hdfs and fs.exists(path):
-            _swap(fs, temp, path)
-            return
         try:
+            if traits.hdfs and fs.exists(path):
+                raise FileExistsError(path)
             fs.mv(temp, path)
         except OSError as error:
             # Some filesystems, such as SMB, cannot rename over a file.
@@ -268,7 +267,11 @@ def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
 
 
 def _swap(fs: Any, temp: str, path: str) -> None:
-    """Replace a file on a filesystem that cannot rename over one: rename the old file first, and back if this fails."""
+    """Replace a file on a filesystem that cannot rename over one (HDFS, SMB).
+
+    The old file is renamed first, and back if this fails, because the root document of a checkpoint must not be lost if
+    an overwrite fails.
+    """
     aside = _part_of(path)
     try:
         fs.mv(path, aside)

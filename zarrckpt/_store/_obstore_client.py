@@ -101,19 +101,14 @@ class Bucket:
         """Seconds after which a listing fails. A server may send pages for ever."""
         self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
         """Whether the caller passes a proxy."""
-        self._recipe = kind, name, out, server
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
         self._out, self._server = out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
         self._provider = out.credential_provider
         self.renewal = Renewal(None if translate is None else partial(self._renew, translate))
-        self._begin()
+        self._make_clients()
 
-    def __reduce__(self) -> Any:
-        # For the pickle of a Zarr store. The other process does not renew credentials.
-        return Bucket, (*self._recipe, None)
-
-    def _begin(self) -> None:
+    def _make_clients(self) -> None:
         """Make clients with the present credentials."""
         self.persistent = self._made(self._out.client, self._out.retry)
         """The client that repeats failed requests by ``retry_config``."""
@@ -176,7 +171,7 @@ class Bucket:
         if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
             raise StorageError("the environment or the profile now names another endpoint")
         self._provider = fresh.credential_provider
-        self._begin()
+        self._make_clients()
 
     def ask(self, request: Callable[[], T]) -> T:
         """Make a request and repeat it after transient failures, and again with new credentials if they are refused."""

@@ -42,13 +42,13 @@ class WrappedZarrStore(ClientStore):
         self._buffers = default_buffer_prototype()
 
     def get_named(self, name: str, most: int) -> bytes:
-        answer = self._wait(lambda: self._store.get(name, self._buffers))
-        if answer is None:
-            raise FileNotFoundError(name)
-        return answer.to_bytes()
+        return self._get_part(name, None)
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
-        answer = self._wait(lambda: self._store.get(name, self._buffers, RangeByteRequest(start, end)))
+        return self._get_part(name, RangeByteRequest(start, end))
+
+    def _get_part(self, name: str, part: RangeByteRequest | None) -> bytes:
+        answer = self._wait(lambda: self._store.get(name, self._buffers, part))
         if answer is None:
             raise FileNotFoundError(name)
         return answer.to_bytes()
