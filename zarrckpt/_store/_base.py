@@ -186,15 +186,15 @@ class Store(abc.ABC):
         """Return an object's size in bytes. One request. By default it reads the whole object."""
         return len(self.get(key))
 
-    def get_bounded(self, key: str, most: int) -> bytes:
-        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``max_bytes`` bytes.
 
-        One request. From local files, S3, Google Cloud Storage and Azure at most ``most`` bytes are read. Other stores
+        One request. From local files, S3, Google Cloud Storage and Azure at most ``max_bytes`` bytes are read. Other stores
         read the whole object before they compare its size.
         """
         data = self.get(key)
-        if len(data) > most:
-            raise _failures.long_object(key, self.url, most)
+        if len(data) > max_bytes:
+            raise _failures.long_object(key, self.url, max_bytes)
         return data
 
     def get_above(self, levels: int, key: str) -> bytes:

@@ -50,8 +50,8 @@ class ClientStore(ConditionalStore):
     # -- implemented by subclasses
 
     @abc.abstractmethod
-    def get_named(self, name: str, most: int) -> bytes:
-        """Return a whole object. If it is longer than ``most`` bytes, ``most + 1`` bytes are enough."""
+    def get_named(self, name: str, max_bytes: int) -> bytes:
+        """Return a whole object. If it is longer than ``max_bytes`` bytes, ``max_bytes + 1`` bytes are enough."""
 
     @abc.abstractmethod
     def fetch_named(self, name: str, start: int, end: int) -> Buffer:
@@ -98,13 +98,13 @@ class ClientStore(ConditionalStore):
     def size(self, key: str) -> int:
         return self.call(f"reading the size of {key!r}", lambda: self.size_named(self.name(key)), key)
 
-    def get_bounded(self, key: str, most: int) -> bytes:
-        return self._get(key, self.name(key), most)
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        return self._get(key, self.name(key), max_bytes)
 
-    def _get(self, key: str, name: str, most: int) -> bytes:
-        data = self.call(f"reading {key!r}", lambda: self.get_named(name, most), key)
-        if len(data) > most:
-            raise _failures.long_object(key, self.url, most)
+    def _get(self, key: str, name: str, max_bytes: int) -> bytes:
+        data = self.call(f"reading {key!r}", lambda: self.get_named(name, max_bytes), key)
+        if len(data) > max_bytes:
+            raise _failures.long_object(key, self.url, max_bytes)
         return data
 
     def get_above(self, levels: int, key: str) -> bytes:

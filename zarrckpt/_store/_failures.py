@@ -242,9 +242,9 @@ def ranges_ignored(key: str, url: str, asked: int, found: int) -> StorageError:
     )
 
 
-def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
+def long_object(key: str, url: str, max_bytes: int) -> CorruptCheckpointError:
     """Return the error for an object that is longer than the limit."""
-    return CorruptCheckpointError(f"object {key!r} in {url} is too long: expected at most {most} bytes")
+    return CorruptCheckpointError(f"object {key!r} in {url} is too long: expected at most {max_bytes} bytes")
 
 
 def is_full(error: StorageError) -> bool:

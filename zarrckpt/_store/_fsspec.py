@@ -50,7 +50,7 @@ class FsspecStore(ClientStore):
         else:
             self._honoured = Honoured(None if self._traits.creates else False, None if self._traits.s3 else False)
 
-    def get_named(self, name: str, most: int) -> bytes:
+    def get_named(self, name: str, max_bytes: int) -> bytes:
         whole = {"max_concurrency": 1} if self._traits.splits else {}
         return self._read(name, lambda fs: bytes(fs.cat_file(name, **whole)))
 

@@ -94,8 +94,8 @@ class LocalStore(Store):
     def get(self, key: str) -> bytes:
         return self._read(key, self._path(key))
 
-    def get_bounded(self, key: str, most: int) -> bytes:
-        return self._read(key, self._path(key), most)
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        return self._read(key, self._path(key), max_bytes)
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
@@ -281,8 +281,8 @@ class LocalStore(Store):
     def hint(self, error: BaseException) -> str:
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
-    def _read(self, key: str, path: str, most: int = MAX_WHOLE_BYTES) -> bytes:
-        return self.call(f"reading {path!r}", lambda: read_regular(path, most), key)
+    def _read(self, key: str, path: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+        return self.call(f"reading {path!r}", lambda: read_regular(path, max_bytes), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)

@@ -57,8 +57,8 @@ class ObstoreStore(ClientStore):
         self._client = client
         self._bucket = client.bucket
 
-    def get_named(self, name: str, most: int) -> bytes:
-        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, most))
+    def get_named(self, name: str, max_bytes: int) -> bytes:
+        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))
 
     def get_versioned(self, key: str) -> Versioned:
         def fetch(store: Any) -> Versioned:
@@ -249,12 +249,12 @@ class ObstoreStore(ClientStore):
         return super().call(what, partial(self._bucket.ask, request), key)
 
 
-def _take_whole(answer: Any, name: str, most: int) -> bytes:
-    """Return the bytes of an answer if it announces at most ``most``. obstore would allocate any announced size."""
+def _take_whole(answer: Any, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of an answer if it announces at most ``max_bytes``. obstore would allocate any announced size."""
     nbytes = answer.meta["size"]
-    if nbytes > most:
+    if nbytes > max_bytes:
         raise CorruptCheckpointError(
-            f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {most}"
+            f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {max_bytes}"
         )
     return bytes(_checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes))
 

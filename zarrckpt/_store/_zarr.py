@@ -41,7 +41,7 @@ class WrappedZarrStore(ClientStore):
         self.lists_all = _lists_all(store)
         self._buffers = default_buffer_prototype()
 
-    def get_named(self, name: str, most: int) -> bytes:
+    def get_named(self, name: str, max_bytes: int) -> bytes:
         return self._get_part(name, None)
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
