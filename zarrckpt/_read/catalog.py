@@ -88,10 +88,9 @@ class Catalog:
         """Return each array's part of the checksums and of the sizes. The first call reads both tables in parallel."""
         with self._lock:
             if self._tables is None:
-                tables = {CHECKSUMS: self.root.checksums} | (
-                    {} if self.root.sizes is None else {SIZES: self.root.sizes}
-                )
-                found = run_jobs((partial(self.read_table, *table) for table in tables.items()), len(tables))
+                tables = {CHECKSUMS: self.root.checksums, SIZES: self.root.sizes}
+                jobs = [partial(self.read_table, name, table) for name, table in tables.items() if table is not None]
+                found = run_jobs(jobs, len(jobs))
                 compressed = [node for node in self.root.arrays() if node.compression is not None]
                 sizes = _parts(found[-1], compressed)
                 for node in compressed:

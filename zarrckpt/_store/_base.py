@@ -187,10 +187,10 @@ class Store(abc.ABC):
         return len(self.get(key))
 
     def get_bounded(self, key: str, max_bytes: int) -> bytes:
-        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``max_bytes`` bytes.
+        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it is longer than ``max_bytes``.
 
-        One request. From local files, S3, Google Cloud Storage and Azure at most ``max_bytes`` bytes are read. Other stores
-        read the whole object before they compare its size.
+        One request. From local files, S3, Google Cloud Storage and Azure no more bytes are read. Other stores read the
+        whole object before they compare its size.
         """
         data = self.get(key)
         if len(data) > max_bytes:

@@ -250,7 +250,7 @@ class ObstoreStore(ClientStore):
 
 
 def _take_whole(answer: Any, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of an answer if it announces at most ``max_bytes``. obstore would allocate any announced size."""
+    """Return the bytes of an answer of at most ``max_bytes``. obstore would allocate any announced size."""
     nbytes = answer.meta["size"]
     if nbytes > max_bytes:
         raise CorruptCheckpointError(
