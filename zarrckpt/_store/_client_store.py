@@ -13,7 +13,7 @@ from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, check_key
-from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._secrets import scrub, secret_values
 
@@ -38,7 +38,7 @@ class ClientStore(ConditionalStore):
         self,
         url: str,
         folder: str,
-        honoured: Honoured,
+        honoured: ConditionSupport,
         lock: AbstractContextManager[Any] | None = None,
         secrets: Sequence[str] = (),
     ) -> None:

@@ -26,19 +26,19 @@ class NoConditionsError(StorageError):
 
 
 @dataclass
-class Honoured:
+class ConditionSupport:
     """Whether a server honours each of the two conditions. None means that this is not known yet."""
 
     creates: bool | None = None
     matches: bool | None = None
 
 
-_found_out: dict[str, Honoured] = {}
+_known_support: dict[str, ConditionSupport] = {}
 
 
-def honoured_by(server: str) -> Honoured:
+def support_of(server: str) -> ConditionSupport:
     """Return this process's record of a server. Its first save fills it in, and later saves reuse it."""
-    return _found_out.setdefault(server, Honoured())
+    return _known_support.setdefault(server, ConditionSupport())
 
 
 class ConditionalStore(Store):
@@ -50,7 +50,7 @@ class ConditionalStore(Store):
     exclude each other even if the server ignores conditions.
     """
 
-    def __init__(self, honoured: Honoured, lock: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, honoured: ConditionSupport, lock: AbstractContextManager[Any] | None = None) -> None:
         self._honoured = honoured
         self._lock = lock or ForkSafeLock()
         self._warned = False

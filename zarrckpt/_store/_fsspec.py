@@ -16,7 +16,7 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
-from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
+from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
 
@@ -41,14 +41,13 @@ class FsspecStore(ClientStore):
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
-        super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
+        super().__init__(redact_url(address), "", ConditionSupport(), _PLAIN_LOCK, secrets)
         self._filesystems = super().call("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
         self.lists_all = not self._traits.http
-        if self._traits.memory:
-            self._honoured = Honoured(True, True)
-        else:
-            self._honoured = Honoured(None if self._traits.creates else False, None if self._traits.s3 else False)
+        traits = self._traits
+        creates, matches = None if traits.creates else False, None if traits.s3 else False
+        self._honoured = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         whole = {"max_concurrency": 1} if self._traits.splits else {}

@@ -20,7 +20,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
-from zarrckpt._store._obstore_client import Client, awaited
+from zarrckpt._store._obstore_client import Client, wait_for
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class ObstoreStore(ClientStore):
 
         def fetch(store: Any) -> memoryview:
             if nbytes >= _ASYNC_BYTES:
-                return awaited(partial(fetch_later, store))
+                return wait_for(partial(fetch_later, store))
             answer = obstore.get(store, name, options=options)
             return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
@@ -223,7 +223,7 @@ class ObstoreStore(ClientStore):
     def _awaited_page(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Wait for a part of a listing. obstore requests pages until the server names no further page."""
         try:
-            return awaited(ask, self._bucket.patience)
+            return wait_for(ask, self._bucket.patience)
         except TimeoutError:
             raise StorageError(
                 f"listing in {self.url} failed: it did not end within {self._bucket.patience:.0f} s. Check the "

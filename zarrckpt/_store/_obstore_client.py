@@ -20,9 +20,9 @@ from obstore.exceptions import BaseError, GenericError, UnknownConfigurationKeyE
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures, _options
-from zarrckpt._store._conditional_puts import Honoured, honoured_by
+from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
+from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
 from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
 from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
@@ -50,7 +50,7 @@ _answered: set[str] = set()
 _kept: dict[str, Bucket] = {}
 """Clients that the next store may use, by a text of all their settings."""
 _MAX_KEPT = 8
-_keeping = ForkSafeLock()
+_kept_lock = ForkSafeLock()
 
 
 @cache
@@ -61,7 +61,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
+def wait_for(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     """Wait in the calling thread for the result of an asynchronous call of obstore.
 
     Raises TimeoutError and cancels the call if it takes longer than ``seconds``.
@@ -73,7 +73,7 @@ def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     async def answer() -> T:
         return await asyncio.wait_for(ask(), seconds) if seconds is not None else await ask()
 
-    with _keeping:
+    with _kept_lock:
         loop = _loop()
     return asyncio.run_coroutine_threadsafe(answer(), loop).result()
 
@@ -95,7 +95,7 @@ class Bucket:
     """
 
     def __init__(
-        self, kind: str, name: str, out: Translated, server: str, translate: Callable[[], Translated] | None
+        self, kind: str, name: str, out: ClientArguments, server: str, translate: Callable[[], ClientArguments] | None
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
@@ -165,7 +165,7 @@ class Bucket:
         """A client that makes each request once."""
         return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
 
-    def _renew(self, translate: Callable[[], Translated]) -> None:
+    def _renew(self, translate: Callable[[], ClientArguments]) -> None:
         """Read the credentials again from their source, and make new clients."""
         fresh = translate()
         if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
@@ -220,7 +220,7 @@ class Client:
     prefix: str
     """The prefix of all keys, without "/" at either end."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
-    honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
+    honoured: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True))
     """The server's support of conditional puts, as far as it is known."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
@@ -258,7 +258,7 @@ def open_client(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callabl
 
 
 def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    def translate() -> Translated:
+    def translate() -> ClientArguments:
         out = _options.translate(parsed, options, provider)
         restrict_redirects(parsed.kind, out)
         return out
@@ -268,13 +268,13 @@ def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: S
     make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
     if parsed.kind != "s3":
         return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
-    honoured = Honoured(True, True) if _options.is_amazon(out) else honoured_by(server)
+    honoured = ConditionSupport(True, True) if _options.is_amazon(out) else support_of(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     bucket = _shared_bucket(parsed, out, make)
     return Client(bucket, parsed.path, out.put, honoured, bulk, known, out.fixed_credentials)
 
 
-def _shared_bucket(parsed: ParsedUrl, out: Translated, make: Callable[[], Bucket]) -> Bucket:
+def _shared_bucket(parsed: ParsedUrl, out: ClientArguments, make: Callable[[], Bucket]) -> Bucket:
     """Return the clients of an earlier store with the same settings. New ones would take 25 ms each and connect again.
 
     If the credentials are from a profile or the caller's provider, return new clients. These credentials may change
@@ -285,7 +285,7 @@ def _shared_bucket(parsed: ParsedUrl, out: Translated, make: Callable[[], Bucket
     environment = sorted(item for item in os.environ.items() if _READ_BY_OBSTORE.match(item[0]))
     settings = [sorted(items.items()) for items in (out.config, out.client, out.retry)]
     recipe = repr((parsed.bucket, settings, out.keys, environment))
-    with _keeping:
+    with _kept_lock:
         found = _kept.pop(recipe, None)
         if found is None or found.renewal.count:
             # Renewed clients have other credentials than those in the recipe.

@@ -52,7 +52,7 @@ _ALIASES = {
     },
 }
 
-_WAYS = {
+_SIGN_IN_METHODS = {
     "s3": (
         "skip_signature",
         "access_key_id secret_access_key session_token",
@@ -88,7 +88,7 @@ _CLIENT = """
 _SECONDS = ("connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "http2_keep_alive_timeout")
 
 _COMMON = "anon endpoint_url storage_class tags retry_config client_options redirect_hosts"
-_OFTEN_MEANT = {
+_SUGGESTED = {
     "s3": f"""
         {_COMMON} key secret token profile region request_payer server_side_encryption sse_kms_key_id
         sse_bucket_key_enabled sse_customer_key_base64 checksum_algorithm unsigned_payload virtual_hosted_style_request
@@ -103,7 +103,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass
-class Translated:
+class ClientArguments:
     """The arguments of an obstore client."""
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -122,14 +122,14 @@ class Translated:
     """Hosts that redirects may lead to in addition to the endpoint's, with their subdomains; "*" for all."""
 
 
-def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
+def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> ClientArguments:
     """Translate options, environment and profile to the arguments of obstore's client. None means "not given"."""
-    out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(parsed.kind)
+    out, special = ClientArguments(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(parsed.kind)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
         if value is not None:
-            _refuse_controls(_bare(parsed.kind, name), name, value)
-            first, _ = given.setdefault(_bare(parsed.kind, name), (name, value))
+            _refuse_controls(_obstore_name(parsed.kind, name), name, value)
+            first, _ = given.setdefault(_obstore_name(parsed.kind, name), (name, value))
             if first != name:
                 raise StorageError(
                     f"storage_options contain {first!r} and {name!r}, which mean the same: pass one of them"
@@ -141,7 +141,7 @@ def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[
     out.fixed_credentials = next(fixed, None)
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
-        _apply(out, parsed.kind, bare, name, value)
+        _set_option(out, parsed.kind, bare, name, value)
     match parsed.kind:
         case "s3":
             _complete_s3(out, parsed.bucket, extra)
@@ -153,13 +153,13 @@ def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[
     return out
 
 
-_LINES = ("root_certificate", "proxy_ca_certificate", "service_account_key")
+_MULTILINE = ("root_certificate", "proxy_ca_certificate", "service_account_key")
 """Options that may be the content of a file, with line breaks."""
 
 
 def _refuse_controls(bare: str, name: str, value: Any) -> None:
     """Raise StorageError for a text that requests cannot contain, since obstore panics at many of them."""
-    if bare in _LINES or (bare == "token" and isinstance(value, Mapping)):
+    if bare in _MULTILINE or (bare == "token" and isinstance(value, Mapping)):
         return
     if isinstance(value, Mapping):
         for inner, item in value.items():
@@ -174,7 +174,7 @@ def _refuse_controls(bare: str, name: str, value: Any) -> None:
 
 def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:
     """Return the error for an option that obstore does not have, with a similar name if there is one."""
-    known = [*_CLIENT.split(), *_OFTEN_MEANT[cloud].split()]
+    known = [*_CLIENT.split(), *_SUGGESTED[cloud].split()]
     similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
     hint = ""
     if isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_opti
 def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object) -> bool:
     """Whether the caller passes a way to sign in. Raises StorageError for two ways."""
     found = {} if provider is None else {"provider": "credential_provider"}
-    for way in _WAYS[cloud]:
+    for way in _SIGN_IN_METHODS[cloud]:
         for name, value in (given[bare] for bare in way.split() if bare in given):
             if way not in _SWITCHES or is_true(value):
                 found.setdefault(way, name)
@@ -200,14 +200,14 @@ def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object
     return bool(found) and "skip_signature" not in found
 
 
-def _bare(cloud: str, name: str) -> str:
+def _obstore_name(cloud: str, name: str) -> str:
     """Return obstore's name for an option, without the cloud's prefix."""
     lower = name.lower()
     bare = next((lower.removeprefix(start) for start in _PREFIXES[cloud] if lower.startswith(start)), lower)
     return _ALIASES[cloud].get(bare, bare)
 
 
-def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> None:
+def _set_option(out: ClientArguments, cloud: str, bare: str, name: str, value: Any) -> None:
     if bare in _CLIENT.split():
         out.client[bare] = _client_value(bare, value)
     elif bare == "client_options":
@@ -225,7 +225,7 @@ def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> Non
         out.put["tags"] = {str(tag): str(item) for tag, item in _table("tags", value, {"team": "nlp"}).items()}
     elif isinstance(value, str | bool | int | os.PathLike):
         out.config[bare] = value if isinstance(value, bool) else str(value)
-    elif bare in (*_ALIASES[cloud].values(), *_OFTEN_MEANT[cloud].split()):
+    elif bare in (*_ALIASES[cloud].values(), *_SUGGESTED[cloud].split()):
         raise StorageError(f"the option {name} is a {type(value).__name__}: expected a str, an int, a bool or a path")
     else:
         raise unknown(cloud, name, value)
@@ -241,28 +241,28 @@ def _retry(value: Any) -> dict[str, Any]:
             if name not in defaults:
                 raise StorageError(f"retry_config has no {name!r}: expected {', '.join(defaults)}")
             if name == "max_retries" and type(item) is not int:
-                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
+                raise _wrong_value("retry_config['max_retries']", item, "a number such as 3")
             table[name] = item if name in ("max_retries", "base") else _seconds(f"retry_config[{name!r}]", item)
     return {**RETRY, **given, "backoff": {**_BACKOFF, **backoff}}
 
 
 def _table(name: str, value: Any, example: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _unlike(name, value, f"a mapping such as {dict(example)}")
+        raise _wrong_value(name, value, f"a mapping such as {dict(example)}")
     return value
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
     names = re.split("[ ,]+", value.strip(" ,")) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
-        raise _unlike(name, value, "a list of host names, such as ['cdn.example.com'], or '*'")
+        raise _wrong_value(name, value, "a list of host names, such as ['cdn.example.com'], or '*'")
     return tuple(filter(None, names))
 
 
 def _client_value(name: str, value: Any) -> Any:
     if name in _SECONDS:
         return _duration(name, value)
-    return _pem(value) if name in ("root_certificate", "proxy_ca_certificate") else value
+    return _read_certificate(value) if name in ("root_certificate", "proxy_ca_certificate") else value
 
 
 def _duration(name: str, value: Any) -> Any:
@@ -277,14 +277,14 @@ def _seconds(name: str, value: Any, otherwise: str = "") -> timedelta:
         return timedelta(seconds=value)
     if isinstance(value, timedelta):
         return value
-    raise _unlike(name, value, f"seconds, such as 30{otherwise}")
+    raise _wrong_value(name, value, f"seconds, such as 30{otherwise}")
 
 
-def _unlike(name: str, value: Any, expected: str) -> StorageError:
+def _wrong_value(name: str, value: Any, expected: str) -> StorageError:
     return StorageError(f"the option {name} is {value!r:.80}: expected {expected}")
 
 
-def _pem(value: Any) -> str:
+def _read_certificate(value: Any) -> str:
     """Return a certificate in PEM. The value is PEM text, PEM bytes or the name of a file."""
     text = value.decode() if isinstance(value, bytes) else os.path.expanduser(value)
     if "-----BEGIN" in text:
@@ -306,7 +306,7 @@ def _is_plain_http(endpoint: str | None) -> bool:
     return (endpoint or "").lower().startswith("http://")
 
 
-def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
+def _allow_plain_http(out: ClientArguments, endpoint: str | None) -> None:
     """Allow plain HTTP for an endpoint that begins with http://. Raises StorageError if it is no address."""
     if endpoint:
         check_endpoint(endpoint)
@@ -317,13 +317,13 @@ def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
 # -- S3
 
 
-def is_amazon(out: Translated) -> bool:
+def is_amazon(out: ClientArguments) -> bool:
     """Whether requests to S3 go to Amazon itself, which honours conditional puts."""
     endpoint = out.config.get("endpoint")
     return not endpoint or re.search(r"\.amazonaws\.com(\.cn)?(:\d+)?$", endpoint) is not None
 
 
-def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
+def _complete_s3(out: ClientArguments, bucket: str, profile: str | None) -> None:
     config = out.config
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
     anonymous = is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
@@ -341,14 +341,14 @@ def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
     # TLS protects the payload, and so does the loopback interface. Hashing the payload for the signature would cost one
     # core per GB/s. Over plain HTTP to another machine the signed payload is the only protection: an attacker on the
     # network could otherwise put other bytes with the same signature.
-    if not _aws.first_variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
+    if not _aws.first_variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_loopback(endpoint)):
         config.setdefault("unsigned_payload", True)
     bundle = _aws.first_variable("AWS_CA_BUNDLE")
     if bundle and "root_certificate" not in out.client:
-        out.client["root_certificate"] = _pem(bundle)
+        out.client["root_certificate"] = _read_certificate(bundle)
 
 
-def _use_keys(out: Translated, key: str | None, secret: str | None, token: str | None) -> None:
+def _use_keys(out: ClientArguments, key: str | None, secret: str | None, token: str | None) -> None:
     if not (key and secret):
         raise StorageError(
             "storage_options contain only one of key and secret (access key id and secret access key), or a token "
@@ -366,7 +366,7 @@ def _obstore_finds_credentials(config: Mapping[str, Any]) -> bool:
     return named or _aws.has_keys_in_environment()
 
 
-def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
+def _use_endpoint(out: ClientArguments, endpoint: str, bucket: str) -> None:
     endpoint = endpoint.rstrip("/")
     scheme, separator, host = endpoint.partition("://")
     if not separator:
@@ -379,7 +379,7 @@ def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
     _allow_plain_http(out, endpoint)
 
 
-def _is_here(endpoint: str | None) -> bool:
+def _is_loopback(endpoint: str | None) -> bool:
     """Whether a server's address is on the loopback interface."""
     host = urlsplit(endpoint or "").hostname or ""
     try:
@@ -391,7 +391,7 @@ def _is_here(endpoint: str | None) -> bool:
 # -- Google Cloud Storage and Azure
 
 
-def _complete_gs(out: Translated, token: Any) -> None:
+def _complete_gs(out: ClientArguments, token: Any) -> None:
     """Complete the options for Google Cloud Storage. gcsfs accepts several kinds of ``token``."""
     if isinstance(token, Mapping):
         out.config["service_account_key"] = json.dumps(dict(token))
@@ -407,7 +407,7 @@ def _complete_gs(out: Translated, token: Any) -> None:
     _allow_plain_http(out, out.config.get("base_url") or _aws.first_variable("GOOGLE_BASE_URL"))
 
 
-def _complete_az(out: Translated, account: str) -> None:
+def _complete_az(out: ClientArguments, account: str) -> None:
     named = out.config.setdefault("account_name", account) if account else ""
     if named != account:
         raise StorageError(f"the url names the account {account!r} but the option account_name is {named!r}: pass one")

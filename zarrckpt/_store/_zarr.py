@@ -17,7 +17,7 @@ from zarr.storage import FsspecStore, ObjectStore, WrapperStore
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, byte_views
 from zarrckpt._store._client_store import ClientStore
-from zarrckpt._store._conditional_puts import Honoured
+from zarrckpt._store._conditional_puts import ConditionSupport
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class WrappedZarrStore(ClientStore):
 
     def __init__(self, store: ZarrStore, path: str, in_memory: bool) -> None:
         url = f"{type(store).__name__}/{path}".rstrip("/")
-        super().__init__(url, path, Honoured(in_memory, in_memory), _LOCK)
+        super().__init__(url, path, ConditionSupport(in_memory, in_memory), _LOCK)
         self._store = store
         self._in_memory = in_memory
         self.lists_all = _lists_all(store)
