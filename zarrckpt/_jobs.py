@@ -1,16 +1,17 @@
 """Run jobs in threads with limited concurrency and memory. The first failure ends them. No torch.
 
 The threads of this package are started by :func:`run_jobs` for many jobs and by :func:`in_thread` for one call. There
-are three exceptions: two executors of the standard library for calls that arrive one by one (syncs of local files,
+are three exceptions: executors of the standard library for calls that arrive one by one (:func:`thread_pool`,
 background saves), threads of a mesh that wait in gloo, and threads of a run that wait for deletions or a signal.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from types import TracebackType
@@ -89,6 +90,19 @@ def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Calla
     finally:
         if thread.ident is not None:
             thread.join()
+
+
+_pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
+
+
+def thread_pool(name: str, threads: int) -> ThreadPoolExecutor:
+    """Return this process's pool of a name, with at most this number of threads.
+
+    Pools are kept because starting threads takes as long as the rest of a small save. Each process has its own, because
+    a forked process has none of its parent's threads.
+    """
+    key = os.getpid(), name
+    return _pools.get(key) or _pools.setdefault(key, ThreadPoolExecutor(threads, name))
 
 
 def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None]) -> list[T]:

@@ -16,14 +16,11 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, Versioned, open_store
 from zarrckpt._store._base import Listing
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
 
 __all__ = [
     "FAIL",
@@ -220,10 +217,6 @@ class FaultyStore(Store):
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         return self._inner.failure(what, error)
-
-    def zarr_store(self) -> ZarrStore:
-        """Return the wrapped store for zarr-python. Its reads never fail by the rule."""
-        return self._inner.zarr_store()
 
     # -- inside
 

@@ -263,7 +263,7 @@ FILE_ACTIONS: dict[str, Callable[[Place], object]] = {
 
 @pytest.mark.parametrize("name", FILE_ACTIONS)
 def test_a_crash_at_every_system_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local, "ThreadPoolExecutor", InLine)
+    monkeypatch.setattr(_local, "thread_pool", InLine)
     case, action = CASES[name], FILE_ACTIONS[name]
 
     def fresh() -> Place:

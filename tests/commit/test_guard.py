@@ -223,9 +223,6 @@ class WatchedStore(Store):
         keys = tuple(keys)
         self._do("sync", keys, lambda: self._store.sync(keys))
 
-    def zarr_store(self) -> Any:
-        return self._store.zarr_store()
-
 
 def _watched_save(
     monkeypatch: pytest.MonkeyPatch,

@@ -16,7 +16,7 @@ FOLDER_ROW = re.compile(r"^\| (\d+) \| `(\w+)/` \| (torch)? ?\|", re.MULTILINE)
 MODULE = re.compile(r"`(\w+)` \(layer (\d+)(?:, (torch))?\): ")
 
 CLIENTS = {
-    "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
+    "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr"},
     "obstore": {"_store._obstore", "_store._obstore_client"},
     "fsspec": {"_store._fsspec_filesystem"},
 }

@@ -330,7 +330,7 @@ def test_the_reader_sees_damage(tmp_path: Path) -> None:
 
 
 def test_the_reader_is_independent() -> None:
-    code = "import independent_reader, sys; assert not {'zarrckpt', 'zarr', 'torch'} & set(sys.modules)"
+    code = "import harness.independent_reader, sys; assert not {'zarrckpt', 'zarr', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", check=True)
 
 

@@ -825,11 +825,9 @@ sys.meta_path.insert(0, Refuse())
 from zarrckpt._format import names
 from zarrckpt._format import values as _values
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsafeValueError
-assert "numpy" not in sys.modules
 assert _values.find_tensors([1]) == []
 blob = _values.encode_blob("k", {"a": (1, b"x")})
 assert _values.decode_blob("k", blob.encoding, blob.kind, blob.payload) == {"a": (1, b"x")}
-assert "numpy" not in sys.modules
 payload = sys.stdin.buffer.read()
 try:
     _values.decode_blob("k", "torch", None, payload)

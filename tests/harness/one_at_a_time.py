@@ -34,7 +34,7 @@ from zarrckpt._save.steps import RankSave
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
-from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
 
 T = TypeVar("T")
 Content = dict[str, bytes]
@@ -87,7 +87,7 @@ class AskedStore(ConditionalStore):
     max_concurrency = 1
 
     def __init__(self, ask: Callable[[Op], Any]) -> None:
-        super().__init__(Honoured(True, True))
+        super().__init__(ConditionSupport(True, True))
         self._ask_one = ask
 
     def ask(self, op: Op) -> Any:
@@ -126,9 +126,6 @@ class AskedStore(ConditionalStore):
 
     def sync(self, keys: Iterable[str]) -> None:
         """Do nothing: a sync changes nothing that other agents could see."""
-
-    def zarr_store(self) -> Any:
-        raise NotImplementedError
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         found: bool = self.ask(Op("create", key, data))

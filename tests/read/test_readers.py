@@ -26,6 +26,7 @@ import tensorstore as ts
 import xarray as xr
 import zarr
 from click.testing import CliRunner
+from harness import GOLDEN
 from harness.independent_reader import Reader
 from harness.s3_stub import S3Stub
 from packaging.version import Version
@@ -39,7 +40,6 @@ import zarrckpt
 from zarrckpt import CheckpointReplacedError, CorruptCheckpointError
 from zarrckpt.cli import main
 
-GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(file.stem for file in GOLDEN.glob("*.zip"))
 PROTOTYPE = default_buffer_prototype()
 PIPELINES = [name for name in ("BatchedCodecPipeline", "FusedCodecPipeline") if hasattr(codec_pipeline, name)]

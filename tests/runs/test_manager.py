@@ -42,7 +42,7 @@ import zarrckpt
 from zarrckpt import Keep
 from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
-from zarrckpt._store._conditional_puts import _found_out
+from zarrckpt._store._conditional_puts import _known_support
 from zarrckpt._store._local import LocalStore
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
@@ -1328,7 +1328,7 @@ def test_a_server_that_refuses_deletions(status: int, s3_stub: S3Stub, caplog: p
     assert job.steps() == [1, 2, 3] and len(caplog.records) == 2
     with manager(place.url("run"), **arguments) as job:
         # The first conditional put of this process.
-        _found_out.clear()
+        _known_support.clear()
         assert restored(job) == 3
         s3_stub.faults.refuse_deletes = 0
         job.save(4, state(4))

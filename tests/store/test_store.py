@@ -6,23 +6,28 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zarr
 from harness.s3_stub import S3Stub
 from harness.store_servers import S3Place
+from zarr.core.sync import sync
 
+import zarrckpt
 from zarrckpt._errors import (
     CorruptCheckpointError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
 )
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.zarr_view import StrictStore
 from zarrckpt._store import ObjectInfo, Store, StoreSpec
 
 KEYS = [
@@ -391,6 +396,10 @@ def test_memory_is_exact_even_when_every_read_takes_its_time(monkeypatch: pytest
     assert race(10, lambda number: store.replace("k", b"again %d" % number, seen.version)).count(None) == 1
 
 
+async def _collected(names: AsyncIterator[str]) -> list[str]:
+    return [name async for name in names]
+
+
 def uuid_of(number: int) -> bytes:
     return b"%d %s" % (number, uuid.uuid4().hex.encode())
 
@@ -398,17 +407,18 @@ def uuid_of(number: int) -> bytes:
 class TestForOthers:
     """Features that the rest of the package and other libraries use."""
 
-    def test_serves_zarr_read_only(self, store: Store) -> None:
-        memory: dict[str, Any] = {}
-        group = zarr.create_group(zarr.storage.MemoryStore(memory), zarr_format=3)
-        group.create_group("model").create_array("w x", data=np.arange(12.0).reshape(3, 4), chunks=(2, 4))
-        zarr.consolidate_metadata(group.store)
-        for key, value in memory.items():
-            store.put(key, [value.to_bytes()])
-        found = zarr.open_group(store.zarr_store(), mode="r", zarr_format=3)
-        np.testing.assert_array_equal(found["model/w x"][1:], np.arange(12.0).reshape(3, 4)[1:])
-        assert sorted(name for name, _ in found.members(max_depth=None)) == ["model", "model/w x"]
-        assert store.zarr_store().read_only
+    def test_serves_zarr_read_only(self, store: Store, spec: StoreSpec, tmp_path: Path) -> None:
+        zarrckpt.save({"model": {"w x": torch.arange(12.0).reshape(3, 4)}}, tmp_path / "saved")
+        saved = StoreSpec(tmp_path / "saved").open()
+        for info in saved.list():
+            store.put(info.key, [saved.get(info.key)])
+        inside = StrictStore(Catalog(spec))
+        found = zarr.open_group(inside, mode="r", zarr_format=3)
+        np.testing.assert_array_equal(found["model/w=20x"][1:], np.arange(12.0).reshape(3, 4)[1:])
+        assert sorted(name for name, _ in found.members(max_depth=None)) == ["model", "model/w=20x"]
+        assert sorted(sync(_collected(inside.list_dir("model")))) == ["w=20x", "zarr.json"]
+        assert sync(_collected(inside.list_prefix("model/w=20x/c"))) == ["model/w=20x/c.0.0"]
+        assert sync(inside.exists("zarr.json")) and not sync(inside.exists("model/c"))
         with pytest.raises(ValueError, match="read-only"):
             found.create_group("new")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import sys
 from collections.abc import Callable
@@ -19,8 +18,6 @@ import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
 from harness.s3_stub import Request, S3Stub, Strike
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
-from zarr.core.buffer import default_buffer_prototype
 
 import zarrckpt
 from zarrckpt import StorageError
@@ -217,31 +214,6 @@ def test_every_request_survives_rotated_keys(
         rotation.rotate()
         assert request(store) == expected, name
     assert s3_stub.objects["research/run/a/k"].data == b"0123"
-
-
-def test_a_reader_of_zarr_survives_rotated_keys(
-    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rotation = Rotation(s3_stub, "provider", tmp_path, monkeypatch)
-    store = open_store("s3://research/run", storage_options=rotation.options)
-    there, like = store.zarr_store(), default_buffer_prototype()
-
-    async def read() -> list[Any]:
-        found: list[Any] = []
-        for byte_range in (None, RangeByteRequest(1, 3), OffsetByteRequest(3), SuffixByteRequest(1)):
-            rotation.rotate()
-            data = await there.get("a/k", like, byte_range)
-            found.append(data and data.to_bytes())
-        for request in (there.exists, there.getsize):
-            rotation.rotate()
-            found.append(await request("a/k"))
-        for names in (there.list_dir, there.list_prefix):
-            rotation.rotate()
-            found.append([name async for name in names("a")])
-        return found
-
-    store.put("a/k", [b"0123"])
-    assert asyncio.run(read()) == [b"0123", b"12", b"3", b"3", True, 4, ["k"], ["a/k"]]
 
 
 def test_a_provider_for_google_is_asked_again(s3_stub: S3Stub) -> None:

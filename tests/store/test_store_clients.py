@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zarr
 from harness.s3_stub import S3Stub
 from harness.store_servers import S3Place
 
@@ -116,14 +115,6 @@ def test_a_store_sees_nothing_of_its_neighbours(s3_stub: S3Stub) -> None:
     assert sorted(s3_stub.objects) == [f"{place.bucket}/{key}/zarr.json" for key in ("other", "run-2")] + [
         f"{place.bucket}/zarr.json"
     ]
-
-
-def test_zarr_gets_a_store_of_the_place_alone(s3_stub: S3Stub) -> None:
-    place = s3_stub.bucket()
-    there = zarr.storage.FsspecStore.from_url(place.url("run"), storage_options=place.s3fs_options)
-    zarr.create_group(there).create_array("a", shape=(3,), dtype="int8", fill_value=7)
-    found = zarr.open_group(at(place, "run").zarr_store(), mode="r")["a"]
-    assert isinstance(found, zarr.Array) and found[:].tolist() == [7, 7, 7]
 
 
 @pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "a/..", "a\nb", "a\x7f"])

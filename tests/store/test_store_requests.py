@@ -130,7 +130,7 @@ def test_each_request_survives_a_failure_that_passes(
     for index, (kind, _, spared) in enumerate(requests_of(store)):
         if first:
             _obstore_client._answered.clear()
-            monkeypatch.setattr(_conditional_puts, "_found_out", {})
+            monkeypatch.setattr(_conditional_puts, "_known_support", {})
             store = opened()
         s3_stub.faults.strike = Strike(kind, spared=spared, **fault)
         with warnings.catch_warnings():

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from harness.s3_stub import S3Stub
-from obstore.exceptions import GenericError
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
 
 import zarrckpt
 from zarrckpt._errors import CorruptCheckpointError, StorageError
@@ -137,28 +134,6 @@ def test_bodies_longer_than_expected_are_refused(fault: str, s3_stub: S3Stub) ->
     for read in reads:
         with pytest.raises((CorruptCheckpointError, StorageError), match="announces"):
             read()
-
-
-@pytest.mark.parametrize("fault", ["announced", "endless"])
-def test_bodies_for_zarr_are_bounded(fault: str, s3_stub: S3Stub) -> None:
-    store = make_store(s3_stub)
-    store.put("k", [b"data"])
-    inside = store.zarr_store()
-    prototype = default_buffer_prototype()
-
-    def read() -> bytes:
-        found = sync(inside.get("k", prototype))
-        assert found is not None
-        return found.to_bytes()
-
-    assert read() == b"data"
-    assert sync(inside.get("absent", prototype)) is None
-    if fault == "announced":
-        s3_stub.faults.announced = 2**40
-    else:
-        s3_stub.faults.endless = True
-    with pytest.raises((StorageError, GenericError)):
-        read()
 
 
 def test_a_longer_table_is_damage(s3_stub: S3Stub) -> None:

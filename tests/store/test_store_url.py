@@ -24,7 +24,7 @@ import zarrckpt
 from zarrckpt import ZarrStorageReader, ZarrStorageWriter, testing
 from zarrckpt._errors import StorageError
 from zarrckpt._store import StoreSpec, join_url, open_store
-from zarrckpt._store._url import Place, normalize, parse
+from zarrckpt._store._url import ParsedUrl, normalize, parse
 from zarrckpt.cli import main
 
 
@@ -86,19 +86,19 @@ def test_joins(base: str | Path, name: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("s3://bucket/a//b/", Place("s3", "s3://bucket/a//b", "bucket", "a//b")),
-        ("s3a://bucket", Place("s3", "s3a://bucket", "bucket", "")),
-        ("gcs://bucket/x", Place("gs", "gcs://bucket/x", "bucket", "x")),
-        ("az://container/x", Place("az", "az://container/x", "container", "x")),
+        ("s3://bucket/a//b/", ParsedUrl("s3", "s3://bucket/a//b", "bucket", "a//b")),
+        ("s3a://bucket", ParsedUrl("s3", "s3a://bucket", "bucket", "")),
+        ("gcs://bucket/x", ParsedUrl("gs", "gcs://bucket/x", "bucket", "x")),
+        ("az://container/x", ParsedUrl("az", "az://container/x", "container", "x")),
         (
             "abfss://c@acc.dfs.core.windows.net/x",
-            Place("az", "abfss://c@acc.dfs.core.windows.net/x", "c", "x", "acc"),
+            ParsedUrl("az", "abfss://c@acc.dfs.core.windows.net/x", "c", "x", "acc"),
         ),
-        ("sftp://host/x", Place("fsspec", "sftp://host/x")),
-        ("/tmp", Place("local", "/tmp", path="/tmp")),
+        ("sftp://host/x", ParsedUrl("fsspec", "sftp://host/x")),
+        ("/tmp", ParsedUrl("local", "/tmp", path="/tmp")),
     ],
 )
-def test_parses(typed: str, expected: Place) -> None:
+def test_parses(typed: str, expected: ParsedUrl) -> None:
     assert parse(typed) == expected
 
 

@@ -148,11 +148,5 @@ def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:
 
 
 def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:
-    if box.size == 0:
-        return
-    yield from itertools.product(*_ranges_of(box, cell))
-
-
-def _ranges_of(box: Box, cell: Ints) -> list[range]:
-    """Return the range of cells that a box overlaps along each dimension."""
-    return [range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)]
+    if box.size:
+        yield from itertools.product(*(range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)))

@@ -34,10 +34,9 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from zarrckpt._errors import CorruptCheckpointError
@@ -45,6 +44,9 @@ from zarrckpt._format.state_path import is_unicode
 
 MAX_DEPTH: Final = 32
 """Maximum nesting of containers in a value."""
+
+MAX_LEVELS: Final = 128
+"""Maximum nesting of the JSON of a value, before it is decoded."""
 
 MAX_JSON_VALUE: Final = 64 * 1024
 """Maximum bytes of JSON of a value in the root document. A larger value becomes a blob."""
@@ -61,9 +63,6 @@ NOT_JSON: Final = object()
 
 _MAX_INT = 2**53 - 1
 _NAN = struct.pack(">d", math.nan)
-_INT = re.compile(r"-?0x[0-9a-f]+")
-_NAN_BITS = re.compile(r"0x[7f]ff[0-9a-f]{13}")
-_HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 # Maximum number of items of containers that occur repeatedly, in total. It is enough for shared constants. It bounds
 # values such as thirty times a = [a, a], which are small in memory and in a pickle but not in JSON.
@@ -207,14 +206,8 @@ class Decoder:
         return {key: self.decode(item, depth + 1) for key, item in obj.items()}
 
     def _tagged(self, tag: str, content: object, depth: int) -> Any:
-        if tag == "$str":
-            return _decode_str(content)
-        if tag == "$int":
-            return _decode_int(content)
-        if tag == "$float":
-            return _decode_float(content)
-        if tag == "$complex":
-            return _decode_complex(content)
+        if tag in _SCALARS:
+            return _decode_scalar(tag, content)
         if tag == "$tuple":
             return tuple(self._items(content, depth, tag))
         if tag == "$set":
@@ -262,52 +255,38 @@ class Decoder:
         return mapping
 
 
-def _decode_str(content: object) -> str:
-    digits = _matching(content, _HEX, "pairs of hexadecimal digits")
+def _decode_scalar(tag: str, content: object) -> object:
+    """Return the value of a tag without items. Accepts only the content that :func:`encode_json` returns for it."""
     try:
-        text = bytes.fromhex(digits).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as err:
-        raise CorruptCheckpointError(f"malformed JSON value: $str: {err}") from err
-    if is_unicode(text):
-        raise malformed("a string for a text without lone surrogates", content)
-    return text
+        value = _SCALARS[tag](content)
+    except Exception as err:  # a parser on any input
+        raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err!s:.200}") from err
+    if encode_json(value) != {tag: content}:
+        raise malformed(f"the content of {tag} that is encoded for its value", content)
+    return value
 
 
-def _decode_int(content: object) -> int:
-    number = int(_matching(content, _INT, "hexadecimal digits after '0x'"), 16)
-    if -_MAX_INT <= number <= _MAX_INT or hex(number) != content:
-        raise malformed("an integer beyond 2**53 - 1 without leading zeros", content)
-    return number
-
-
-def _decode_float(content: object) -> float:
+def _decode_float(content: Any) -> float:
     if content in ("nan", "inf", "-inf"):
-        return float(str(content))
-    bits = bytes.fromhex(_matching(content, _NAN_BITS, "'nan', 'inf', '-inf' or the bits of a nan")[2:])
-    number: float = struct.unpack(">d", bits)[0]
-    if not math.isnan(number) or struct.pack(">d", number) == _NAN:
-        raise malformed("the bits of a nan other than 0x7ff8000000000000", content)
+        return float(content)
+    number: float = struct.unpack(">d", bytes.fromhex(content.removeprefix("0x")))[0]
     return number
 
 
-def _decode_complex(content: object) -> complex:
-    if type(content) is not list or len(content) != 2:
-        raise malformed("two floats for $complex", content)
-    return complex(*map(_decode_part, content))
+def _decode_complex(content: Any) -> complex:
+    parts = (_decode_float(part["$float"]) if type(part) is dict else part for part in content)
+    real, imag = parts
+    if not type(real) is type(imag) is float:
+        raise TypeError("found other types than float")
+    return complex(real, imag)
 
 
-def _decode_part(content: object) -> float:
-    if isinstance(content, dict) and set(content) == {"$float"}:
-        return _decode_float(content["$float"])
-    if type(content) is not float or not math.isfinite(content):
-        raise malformed("two floats for $complex", content)
-    return content
-
-
-def _matching(content: object, pattern: re.Pattern[str], expected: str) -> str:
-    if type(content) is not str or not pattern.fullmatch(content):
-        raise malformed(expected, content)
-    return content
+_SCALARS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "$str": lambda content: bytes.fromhex(content).decode("utf-8", "surrogatepass"),
+    "$int": lambda content: int(content, 16),
+    "$float": _decode_float,
+    "$complex": _decode_complex,
+}
 
 
 def hashes_collide(items: Collection[object]) -> bool:
@@ -348,6 +327,14 @@ def dumps(obj: object) -> bytes:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def is_bounded(obj: object, levels: int = MAX_LEVELS) -> bool:
+    """Whether a JSON value can be decoded or written again without a RecursionError or infinite numbers."""
+    if not isinstance(obj, dict | list):
+        return type(obj) is not float or math.isfinite(obj)
+    inner = obj.values() if isinstance(obj, dict) else obj
+    return levels > 0 and all(is_bounded(item, levels - 1) for item in inner)
 
 
 def is_dense(data: bytes) -> bool:

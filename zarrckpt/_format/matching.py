@@ -29,8 +29,8 @@ def select(names: Iterable[str], patterns: Sequence[str], where: str) -> list[st
     return [name for name in known if any(matches(name, pattern) for pattern in patterns)]
 
 
-_MAX_HINT_NAMES = 10_000
-"""Maximum number of names that are compared with a wrong name. This takes about 1 s."""
+_MAX_SIMILAR, _MAX_COMPARED = 3, 300
+"""Maximum number of wrong names with suggestions, and of names that each is compared with. Together about 0.1 s."""
 
 
 def hint(name: str, names: Iterable[str]) -> str:
@@ -41,32 +41,26 @@ def hint(name: str, names: Iterable[str]) -> str:
         some = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
         return f"it is a group with {len(below):,} {'entry' if len(below) == 1 else 'entries'}: {some}"
     similar = [other for other in known if name in other][:3] if name else []
-    if not similar:
-        groups = dict.fromkeys(other.partition(".")[0] for other in known)
-        similar = difflib.get_close_matches(name, [*groups, *known[:_MAX_HINT_NAMES]], 3)
+    similar = similar or _similar(name, dict.fromkeys([*(other.partition(".")[0] for other in known), *known]))
     if similar:
         return f"did you mean one of {similar}?" if len(similar) > 1 else f"did you mean {similar[0]!r}?"
     return f"there are {len(known):,} names, for example {known[:3]}" if known else "there are no names"
 
 
-_WRONG_NAMES, _COMPARED = 3, 300
-"""Maximum number of wrong names with suggestions, and of names that each is compared with. Together about 0.1 s."""
-
-
 def did_you_mean(wrong: Iterable[str], known: Iterable[str], step: str) -> str:
     """Return message lines with the next step and known names similar to the wrong ones, or "" if there are none."""
-    by_last: dict[str, list[str]] = {}
-    for name in known:
-        by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    names = list(known)
     lines = []
-    for name in itertools.islice(wrong, _WRONG_NAMES):
-        similar = _most_similar(name, by_last.get(name.rpartition(".")[2], ()))
-        similar = similar or _most_similar(name, itertools.chain.from_iterable(by_last.values()))
+    for name in itertools.islice(wrong, _MAX_SIMILAR):
+        last = name.rpartition(".")[2]
+        similar = _similar(name, (other for other in names if other.rpartition(".")[2] == last)) or _similar(
+            name, names
+        )
         lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, similar))}?"] if similar else []
     return f"Similar names ({step}):{''.join(lines)}\n" if lines else ""
 
 
-def _most_similar(name: str, names: Iterable[str]) -> list[str]:
+def _similar(name: str, names: Iterable[str]) -> list[str]:
     # Only names of similar length, because others cannot be similar.
-    nearest = heapq.nsmallest(_COMPARED, names, key=lambda other: abs(len(other) - len(name)))
-    return difflib.get_close_matches(name, nearest, 2, 0.75)
+    nearest = heapq.nsmallest(_MAX_COMPARED, names, key=lambda other: abs(len(other) - len(name)))
+    return difflib.get_close_matches(name, nearest, 2, 0.7)

@@ -68,7 +68,7 @@ def escape(component: str) -> str:
     """
     if not component:
         return _MARK
-    escaped = _ESCAPED.sub(lambda match: _code(match[0]), component)
+    escaped = _ESCAPED.sub(lambda match: "".join(f"={byte:02X}" for byte in match[0].encode()), component)
     encoded = escaped.encode()
     if len(encoded) <= MAX_COMPONENT_BYTES:
         return escaped
@@ -161,7 +161,3 @@ def _clash(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> Unsuppor
         f"the entries {list(one)!r:.500} and {list(other)!r:.500} would be stored under clashing node paths "
         f"{node_path(one)!r} and {node_path(other)!r}. Rename one of them"
     )
-
-
-def _code(text: str) -> str:
-    return "".join(f"={byte:02X}" for byte in text.encode())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +13,8 @@ from zarrckpt._format import dtypes, json_values
 from zarrckpt._format import names as _names
 from zarrckpt._format.documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
 from zarrckpt._format.grid import Grid, Ints
-from zarrckpt._format.json_values import MAX_EQUAL_HASHES, MAX_JSON_VALUE
+from zarrckpt._format.json_values import MAX_JSON_VALUE
+from zarrckpt._format.levels import Levels
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
@@ -370,11 +369,9 @@ class _Entries:
         if names == {"path", "value"}:
             _names.check_paths([path], self._members.where)
             value = entry["value"]
-            if not _is_bounded(value, _VALUE_LEVELS):
-                raise CorruptCheckpointError(
-                    f"{self._members.where}: entry {fqn!r:.200} has a value with more than {_VALUE_LEVELS} levels, or "
-                    "with a number outside the range of floats"
-                )
+            if not json_values.is_bounded(value):
+                levels = f"at most {json_values.MAX_LEVELS} levels, and numbers in the range of floats"
+                raise self._fail(fqn, f"a value of type {type(value).__name__}", levels)
             if isinstance(value, dict | list | str) and (size := json_values.json_size(value)) > MAX_JSON_VALUE:
                 raise self._fail(fqn, f"a value of {size:,} bytes", f"at most {MAX_JSON_VALUE:,} bytes of JSON")
             return ValueEntry(path, value)
@@ -434,27 +431,13 @@ class _Entries:
         return self._members.fail(f"entry {fqn!r:.200}", found, expected)
 
 
-_POSITION = re.compile("0|[1-9][0-9]{0,8}")
-
-_VALUE_LEVELS = 128
-"""Maximum nesting of the JSON of a value. The format's own limit is lower, and is checked when a value is decoded."""
-
-
-def _is_bounded(value: object, levels: int) -> bool:
-    """Whether a JSON value can be decoded or written again without a RecursionError or infinite numbers."""
-    if not isinstance(value, dict | list):
-        return type(value) is not float or math.isfinite(value)
-    inner: Iterator[object] = iter(value.values() if isinstance(value, dict) else value)
-    return levels > 0 and all(_is_bounded(item, levels - 1) for item in inner)
-
-
 def _check_consistency(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
     """Check that arrays and entries match, and that the entries form one nested state."""
     used = [node.path for node in root.arrays()]
     if sorted(nodes) != used:
         odd = sorted({*nodes} ^ {*used})
         raise CorruptCheckpointError(f"{where}: arrays and entries do not match, e.g. {odd[:3]}")
-    levels = _Levels(where)
+    levels = Levels(where)
     for fqn in root.entries:
         try:
             path = root.state_path(fqn)
@@ -466,64 +449,9 @@ def _check_consistency(root: Root, nodes: Mapping[str, ArrayNode], where: str) -
         raise CorruptCheckpointError(f"{where}: the container {empty[0]!r:.200} has no entry")
 
 
-class _Levels:
-    """The containers above the entries of a root.
-
-    Entries with the same keys up to a level must have the same path and the same container there, and vice versa.
-    """
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._found: dict[tuple[object, ...], tuple[tuple[str, ...], str]] = {}
-        """By keys: the components of the path, and the container there, or "" for an entry."""
-        self._keys: dict[tuple[str, ...], tuple[object, ...]] = {}
-        """Keys by the components of the path."""
-        self._hashes: Counter[int] = Counter()
-
-    @property
-    def containers(self) -> set[str]:
-        """The paths of all containers below the state itself."""
-        return {"/".join(names) for names, container in self._found.values() if container and names}
-
-    def add(self, fqn: str, path: StatePath, names: Sequence[str]) -> None:
-        """Add an entry. Raises CorruptCheckpointError if it contradicts the entries before it."""
-        if path.fqn != fqn:
-            raise self._fail(fqn, f"has the keys of another name, {path.fqn!r:.200}")
-        if path.keys in self._found:
-            raise self._fail(fqn, "has the keys of another entry, or of a container with entries")
-        for depth, container in enumerate((*path.containers, "")):
-            keys, level = path.keys[:depth], tuple(names[:depth])
-            # Checked before the dict is used, because lookups of keys with equal hashes take linear time.
-            if depth and not self._count_hash(keys, level):
-                raise self._fail(fqn, f"has one of more than {MAX_EQUAL_HASHES} keys with the same hash")
-            known = self._found.setdefault(keys, (level, container))
-            if known != (level, container) or self._keys.setdefault(level, keys) != keys:
-                raise self._fail(
-                    fqn, f"contradicts another entry at level {depth}: in the path, the kind of container, or the keys"
-                )
-
-    def _count_hash(self, keys: tuple[object, ...], level: tuple[str, ...]) -> bool:
-        """Count the hash of new keys. Return whether at most MAX_EQUAL_HASHES keys have it.
-
-        Paths need no count, because the hashes of strings are random.
-        """
-        if level in self._keys:
-            return True
-        number = hash(keys)
-        self._hashes[number] += 1
-        return self._hashes[number] <= MAX_EQUAL_HASHES
-
-    def _fail(self, fqn: str, fault: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {fault}")
-
-
 def _position(key: object, fqn: str) -> int:
-    found = -1
-    if type(key) is int:
-        found = key
-    elif isinstance(key, str) and _POSITION.fullmatch(key):
-        found = int(key)
-    if 0 <= found < MAX_POSITION:
+    is_number = type(key) is int or (isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,8}", key))
+    if is_number and 0 <= (found := int(str(key))) < MAX_POSITION:
         return found
     raise CorruptCheckpointError(
         f"entry {fqn!r:.200} has the key {key!r:.40} in a list, expected an integer from 0 to {MAX_POSITION - 1}"

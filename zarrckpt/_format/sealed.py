@@ -95,29 +95,26 @@ class Members:
         """Return the error for a member with an unexpected value."""
         return CorruptCheckpointError(f"{self.where}: {name} is {value!r:.80}, expected {expected}")
 
-    def text(self, name: str) -> str:
+    def _typed(self, name: str, kind: type[T], expected: str) -> T:
         value = self.own.get(name)
-        if not isinstance(value, str):
-            raise self.fail(name, value, "a string")
+        if not isinstance(value, kind):
+            raise self.fail(name, value, expected)
         return value
 
+    def text(self, name: str) -> str:
+        return self._typed(name, str, "a string")
+
     def time(self, name: str) -> str:
-        value = self.own.get(name)
-        if not isinstance(value, str) or not _TIME.fullmatch(value):
+        value = self.text(name)
+        if not _TIME.fullmatch(value):
             raise self.fail(name, value, "a time such as 2026-11-21T15:01:31.597454Z")
         return value
 
     def mapping(self, name: str) -> Json:
-        value = self.own.get(name)
-        if not isinstance(value, dict):
-            raise self.fail(name, value, "an object")
-        return value
+        return self._typed(name, dict, "an object")
 
     def sequence(self, name: str) -> list[Any]:
-        value = self.own.get(name)
-        if not isinstance(value, list):
-            raise self.fail(name, value, "a list")
-        return value
+        return self._typed(name, list, "a list")
 
     def save_id(self, name: str) -> str:
         return self.as_save_id(name, self.own.get(name))

@@ -35,6 +35,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -216,9 +218,6 @@ def _encode_item(value: object) -> Blob | None:
         return Blob("raw", bytes(value), "bytearray")
     if type(value) is io.BytesIO and not value.closed:
         return Blob("raw", value.getvalue(), "BytesIO")
-    np = sys.modules.get("numpy")
-    if np is None:
-        return None
     if type(value) is np.ndarray:
         array: Any = value
         kind = "ndarray"
@@ -231,18 +230,18 @@ def _encode_item(value: object) -> Blob | None:
     known = DTYPES.get(array.dtype.name)
     if known is not None and not known.core and array.dtype == known.numpy:
         array, kind = array.view(known.portable.numpy), f"{kind}:{known.name}"
-    payload = _npy(np, array)
+    payload = _npy(array)
     return None if payload is None else Blob("npy", payload, kind)
 
 
-def _npy(np: Any, array: Any) -> bytes | None:
+def _npy(array: Any) -> bytes | None:
     """Return NPY 1.0 bytes, or None for types without an NPY header: objects, ml_dtypes, overlapping fields."""
     if array.dtype.hasobject:
         return None
     stream = io.BytesIO()
     try:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
-        dtype = _read_npy_header(np, memoryview(stream.getvalue()))[2]
+        dtype = _read_npy_header(memoryview(stream.getvalue()))[2]
     except (ValueError, CorruptCheckpointError):
         return None
     if dtype != array.dtype or (dtype.kind == "V" and dtype.type is not array.dtype.type):
@@ -252,7 +251,7 @@ def _npy(np: Any, array: Any) -> bytes | None:
     return stream.getvalue()
 
 
-def _read_npy_header(np: Any, payload: memoryview) -> tuple[tuple[int, ...], bool, Any, int]:
+def _read_npy_header(payload: memoryview) -> tuple[tuple[int, ...], bool, Any, int]:
     stream = io.BytesIO(payload[:0x10010])  # NPY 1.0 keeps the header's length in 16 bits
     try:
         version = np.lib.format.read_magic(stream)
@@ -267,9 +266,7 @@ def _read_npy_header(np: Any, payload: memoryview) -> tuple[tuple[int, ...], boo
 
 
 def _read_npy(payload: memoryview) -> Any:
-    import numpy as np
-
-    shape, fortran, dtype, start = _read_npy_header(np, payload)
+    shape, fortran, dtype, start = _read_npy_header(payload)
     count = math.prod(shape)
     if count * dtype.itemsize != len(payload) - start or count > sys.maxsize:
         raise CorruptCheckpointError(f"found an array of {dtype} with shape {shape} in {len(payload) - start} bytes")

@@ -230,7 +230,8 @@ class _Reader:
         return float(value)
 
     def _array(self, name: Any, *shape: Any) -> Any:
-        if type(name) is not str or not _DTYPE.fullmatch(name) or not _are_counts(shape) or len(shape) > 32:
+        counts = len(shape) <= 32 and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+        if type(name) is not str or not _DTYPE.fullmatch(name) or not counts:
             raise ValueError("malformed array")
         import numpy as np
 
@@ -245,10 +246,6 @@ class _Reader:
             raise ValueError(f"found {left} bytes, expected {length!r:.100}")
         self.at += length
         return begin
-
-
-def _are_counts(numbers: Collection[Any]) -> bool:
-    return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
 
 
 def _checked_keys(keys: list[Any]) -> list[Any]:

@@ -174,10 +174,9 @@ def _check_out(nodes: Mapping[str, ArrayNode], out: Mapping[str, Any]) -> dict[s
         raise KeyMismatchError(f"out has no memory for {lacking[:5]}: pass memory for every tensor that is read")
     arrays = {fqn: _memory_of(fqn, out[fqn]) for fqn in nodes}
     odd = [
-        f"  {fqn!r}: memory of shape {array.shape}, {array.dtype}, expected {nodes[fqn].grid.shape}, "
-        f"{nodes[fqn].dtype.name}"
-        for fqn, array in arrays.items()
-        if array.shape != nodes[fqn].grid.shape or array.dtype not in _dtypes_of(nodes[fqn])
+        f"  {fqn!r}: memory of shape {array.shape}, {array.dtype}, expected {node.grid.shape}, {node.dtype.name}"
+        for (fqn, node), array in zip(nodes.items(), arrays.values(), strict=True)
+        if array.shape != node.grid.shape or array.dtype not in (node.dtype.numpy, node.dtype.portable.numpy)
     ]
     if odd:
         raise KeyMismatchError("out has memory that does not fit the tensors. Nothing was read:\n" + "\n".join(odd))
@@ -196,8 +195,3 @@ def _memory_of(fqn: str, given: Any) -> Array:
     if not array.flags.writeable:
         raise ValueError(f"out[{fqn!r}] is read-only: pass writable memory, for example a copy of it")
     return array
-
-
-def _dtypes_of(node: ArrayNode) -> list[np.dtype[Any]]:
-    """Return the numpy types that memory for a tensor may have: its own type and its portable type."""
-    return [node.dtype.numpy, node.dtype.portable.numpy]

@@ -88,21 +88,15 @@ class Catalog:
         """Return each array's part of the checksums and of the sizes. The first call reads both tables in parallel."""
         with self._lock:
             if self._tables is None:
-                arrays, sizes = self.root.arrays(), self.root.sizes
-                if sizes is None:
-                    self._tables = (_parts(self.read_table(CHECKSUMS, self.root.checksums), arrays), {})
-                else:
-                    wanted = ((CHECKSUMS, self.root.checksums), (SIZES, sizes))
-                    tables = run_jobs((partial(self.read_table, *table) for table in wanted), len(wanted))
-                    self._tables = (_parts(tables[0], arrays), self._checked_sizes(tables[1], arrays))
+                tables = {CHECKSUMS: self.root.checksums, SIZES: self.root.sizes}
+                jobs = [partial(self.read_table, name, table) for name, table in tables.items() if table is not None]
+                found = run_jobs(jobs, len(jobs))
+                compressed = [node for node in self.root.arrays() if node.compression is not None]
+                sizes = _parts(found[-1], compressed)
+                for node in compressed:
+                    self._check_sizes(node, sizes[node.path])
+                self._tables = _parts(found[0], self.root.arrays()), sizes
         return self._tables
-
-    def _checked_sizes(self, table: RawArray, arrays: Sequence[ArrayNode]) -> _Parts:
-        compressed = [node for node in arrays if node.compression is not None]
-        parts = _parts(table, compressed)
-        for node in compressed:
-            self._check_sizes(node, parts[node.path])
-        return parts
 
     def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
         """Raise CorruptCheckpointError for impossible sizes, because readers allocate memory of these sizes."""

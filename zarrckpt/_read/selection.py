@@ -157,9 +157,9 @@ class Selection(Mapping[str, Any]):
     @cached_property
     def _zarr_store(self) -> Any:
         from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._read.zarr_view import reopen
+        from zarrckpt._read.zarr_view import StrictStore
 
-        return reopen(self._catalog)
+        return StrictStore(self._catalog)
 
 
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:

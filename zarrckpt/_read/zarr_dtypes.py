@@ -144,11 +144,8 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BFloat16(_MlFloat, HasEndianness):
+class _BFloat16(_MlFloat, HasEndianness):
     """The type bfloat16. Unlike the types of one byte, it has a byte order, which the ``bytes`` codec names."""
-
-    dtype_cls = type(by_name("bfloat16").numpy)
-    _zarr_v3_name = "bfloat16"
 
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
@@ -162,49 +159,20 @@ class BFloat16(_MlFloat, HasEndianness):
         return dtype if self.endianness == sys.byteorder else dtype.newbyteorder(self.endianness)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8E4M3FN(_MlFloat):
-    dtype_cls = type(by_name("float8_e4m3fn").numpy)
-    _zarr_v3_name = "float8_e4m3fn"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E5M2(_MlFloat):
-    dtype_cls = type(by_name("float8_e5m2").numpy)
-    _zarr_v3_name = "float8_e5m2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E4M3FNUZ(_MlFloat):
-    dtype_cls = type(by_name("float8_e4m3fnuz").numpy)
-    _zarr_v3_name = "float8_e4m3fnuz"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E5M2FNUZ(_MlFloat):
-    dtype_cls = type(by_name("float8_e5m2fnuz").numpy)
-    _zarr_v3_name = "float8_e5m2fnuz"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E8M0FNU(_MlFloat):
-    dtype_cls = type(by_name("float8_e8m0fnu").numpy)
-    _zarr_v3_name = "float8_e8m0fnu"
-
-
-def _register(cls: type[_MlFloat]) -> type[ZDType[Any, Any]]:
-    """Register the class unless zarr has a type of this name. Returns the registered type."""
-    name = cls._zarr_v3_name
+def _register(name: str, base: type[_MlFloat] = _MlFloat) -> type[ZDType[Any, Any]]:
+    """Register a class for a type unless zarr has one. Returns the registered class."""
     # Not ``data_type_registry.get``: in zarr >= 3.4.1 it loads the entry points, and so imports this module.
     if name not in data_type_registry.contents:
-        data_type_registry.register(name, cls)
+        members = {"__module__": __name__, "dtype_cls": type(by_name(name).numpy), "_zarr_v3_name": name}
+        data_type_registry.register(name, type(name, (base,), members))
     return data_type_registry.contents[name]
 
 
-# The objects of the entry points. zarr >= 3.4.1 registers them without a check, so they must be the registered types.
-bfloat16 = _register(BFloat16)
-float8_e4m3fn = _register(Float8E4M3FN)
-float8_e5m2 = _register(Float8E5M2)
-float8_e4m3fnuz = _register(Float8E4M3FNUZ)
-float8_e5m2fnuz = _register(Float8E5M2FNUZ)
-float8_e8m0fnu = _register(Float8E8M0FNU)
+# The objects of the entry points. zarr >= 3.4.1 registers them without a check, so they must be the registered classes.
+# They have the names of these variables, so that they can be pickled.
+bfloat16 = _register("bfloat16", _BFloat16)
+float8_e4m3fn = _register("float8_e4m3fn")
+float8_e5m2 = _register("float8_e5m2")
+float8_e4m3fnuz = _register("float8_e4m3fnuz")
+float8_e5m2fnuz = _register("float8_e5m2fnuz")
+float8_e8m0fnu = _register("float8_e8m0fnu")

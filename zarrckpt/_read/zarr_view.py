@@ -3,86 +3,84 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.documents import NODE, ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
-from zarrckpt._store import _failures
-from zarrckpt._store._zarr_readers import ReadOnlyStore
+from zarrckpt._jobs import thread_pool
 
 if TYPE_CHECKING:
-    from zarr.abc.store import ByteRequest, Store
+    from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
     from zarrckpt._read.catalog import Catalog
 
+T = TypeVar("T")
 
-class StrictStore(ReadOnlyStore):
-    """The store through which zarr-python reads a checkpoint that :func:`zarrckpt.open` has opened.
+_THREADS = 64
+"""Maximum number of concurrent requests. zarr-python makes ten at a time by default."""
+
+
+class StrictStore(Store):
+    """The read-only store through which zarr-python reads a checkpoint that :func:`zarrckpt.open` has opened.
 
     zarr-python reads a missing chunk as fill values, and does not notice if two chunks are exchanged. This store raises
     CorruptCheckpointError with the object's key for both, and for any altered or short chunk. If another save has been
     committed at the url since, it raises CheckpointReplacedError. Documents come from the root that was opened.
 
-    Only the methods below call the inner store. Every other reading method of ``zarr.abc.store.Store`` calls
-    :meth:`get`.
+    Requests are calls of :class:`zarrckpt._store.Store` in threads.
     """
 
-    def __init__(self, store: Store, catalog: Catalog) -> None:
-        super().__init__(store)
+    supports_writes = False
+    supports_deletes = False
+
+    def __init__(self, catalog: Catalog) -> None:
+        super().__init__(read_only=True)
         self._catalog = catalog
         self._nodes = {node.under(catalog.root.tree).path: node for node in catalog.root.arrays()}
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StrictStore) or self._inner != other._inner:
-            return False
-        return self._catalog.root.save_id == other._catalog.root.save_id
+        return isinstance(other, StrictStore) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
-        return hash((type(self), self._catalog.root.save_id))
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, str]:
+        return self._catalog.store.url, self._catalog.root.save_id
 
     def __str__(self) -> str:
         return self._catalog.store.url  # zarr arrays show it as their address
 
     def __reduce__(self) -> tuple[object, ...]:
         # The process that unpickles opens the store again, with its own client.
-        return (reopen, (self._catalog,))
+        return (StrictStore, (self._catalog,))
+
+    @property
+    def supports_listing(self) -> bool:
+        return self._catalog.store.lists_all
+
+    def with_read_only(self, read_only: bool = False) -> Store:
+        if not read_only:
+            raise ValueError("this store is read-only, expected read_only=True")
+        return self
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """Return an object or a part of it. Raises CorruptCheckpointError for a chunk that differs from the save."""
-        document = self._documents.get(key) if key.endswith(NODE) else None
-        if document is not None:
-            start, stop = _extent(byte_range, len(document))
-            return prototype.buffer.from_bytes(document[start:stop])
-        path, _, name = key.rpartition("/")
-        node = self._nodes.get(path)
-        chunk = None if node is None else _chunk(node, name)
-        if node is None or chunk is None:
-            return await self._get(key, prototype, byte_range)
-        try:
-            value = await self._get(key, prototype, byte_range)
-        except ObjectNotFoundError:
-            value = None  # zarr's local store raises this if the folder of the url is missing
-        except Exception:
-            # Some stores raise for a range behind the end of an object. The object's size shows whether it is short.
-            if not await self._has_other_size(node, chunk, key):
-                raise
-            value = prototype.buffer.from_bytes(b"")
-        # In a thread, because it may wait for a request, and zarr's own stores run on this event loop.
-        unchecked = await asyncio.to_thread(self._check, node, chunk, byte_range, value)
-        if unchecked is None:
-            return value
-        # A part of a subchunk has no checksum, so the whole subchunk is read.
-        whole, part = unchecked
-        value = await self.get(key, prototype, whole)
-        return None if value is None else value[part]
+        data = await _in_thread(partial(self._read, key, byte_range))
+        return None if data is None else prototype.buffer.from_bytes(data)
 
     async def get_ranges(
         self, key: str, byte_ranges: Sequence[ByteRequest | None], **options: Any
@@ -107,24 +105,31 @@ class StrictStore(ReadOnlyStore):
 
     async def exists(self, key: str) -> bool:
         """Whether an object exists."""
-        found: bool = await self._hide_secrets(f"looking for {key!r}", self._inner.exists(key))
-        return found
+        try:
+            await self.getsize(key)
+        except ObjectNotFoundError:
+            return False
+        return True
 
     async def getsize(self, key: str) -> int:
         """Return an object's size, by the store's cheapest request for it."""
-        size: int = await self._hide_secrets(f"reading the size of {key!r}", self._inner.getsize(key))
-        return size
+        return await _in_thread(partial(self._catalog.store.size, key))
+
+    def list(self) -> AsyncIterator[str]:
+        """Yield all keys."""
+        return self.list_prefix("")
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """Yield the keys that begin with a prefix."""
-        keys = self._inner.list_prefix(prefix)
-        while (key := await self._hide_secrets(f"listing {prefix!r}", anext(keys, None))) is not None:
-            yield key
+        folder = prefix.rpartition("/")[0]
+        for info in await _in_thread(lambda: [*self._catalog.store.list(folder)]):
+            if info.key.startswith(prefix):
+                yield info.key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """Yield the names directly below a folder."""
-        names = self._inner.list_dir(prefix)
-        while (name := await self._hide_secrets(f"listing {prefix!r}", anext(names, None))) is not None:
+        objects, folders = await _in_thread(partial(self._catalog.store.list_dir, prefix.strip("/")))
+        for name in (*objects, *folders):
             yield name
 
     @cached_property
@@ -134,61 +139,46 @@ class StrictStore(ReadOnlyStore):
         nodes = root.documents()
         return {NODE: root.to_bytes()} | {f"{path}/{NODE}": dumps(document) for path, document in nodes.items()}
 
-    async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        value: Buffer | None = await self._hide_secrets(f"reading {key!r}", self._inner.get(key, prototype, byte_range))
-        return value
+    def _read(self, key: str, byte_range: ByteRequest | None) -> bytes | memoryview | None:
+        """Return an object or a part of it, or None if it is absent and not a chunk. At most one request."""
+        path, _, name = key.rpartition("/")
+        node = self._nodes.get(path)
+        chunk = None if node is None else _chunk(node, name)
+        if node is not None and chunk is not None:
+            return self._read_chunk(node, chunk, byte_range)
+        data = self._documents.get(key)
+        if data is None:
+            try:
+                data = self._catalog.store.get(key)
+            except ObjectNotFoundError:
+                return None
+        start, stop = _extent(byte_range, len(data))
+        return data[start:stop]
 
-    async def _hide_secrets(self, what: str, answer: Awaitable[Any]) -> Any:
-        """Await an answer of the store. Raises StorageError for the client's errors, whose texts may have secrets."""
-        failure: StorageError
-        try:
-            return await answer
-        except CheckpointError:
-            raise
-        except FileNotFoundError as error:
-            failure = ObjectNotFoundError(str(self._catalog.store.failure(what, error)))
-        except Exception as error:
-            failure = self._catalog.store.failure(what, error)
-        # Outside of the handler, because the exception's context would keep the client's own text.
-        raise failure
-
-    async def _has_other_size(self, node: ArrayNode, chunk: Ints, key: str) -> bool:
-        try:
-            table = await asyncio.to_thread(self._catalog.chunk_table, node, chunk)
-            return await self.getsize(key) != table.object_size
-        except Exception:
-            return False  # the store fails in general, and the first error has the reason
-
-    def _check(
-        self, node: ArrayNode, chunk: Ints, byte_range: ByteRequest | None, value: Buffer | None
-    ) -> tuple[RangeByteRequest, slice] | None:
-        """Raise CorruptCheckpointError for a part of a chunk that differs from the save. May request the tables.
-
-        Returns None if the whole part was checked. Otherwise returns the range of whole subchunks to read instead, and
-        the position of the part in this range.
-        """
+    def _read_chunk(self, node: ArrayNode, chunk: Ints, byte_range: ByteRequest | None) -> memoryview:
+        """Return a chunk object or a part of it. The first call also requests the tables."""
         with self._catalog.explaining_damage():
-            key = node.under(self._catalog.root.tree).chunk_key(chunk)
-            where = f"chunk {key!r} of array {node.path!r} in {self._catalog.store.url}"
-            if value is None:
-                raise CorruptCheckpointError(f"{where} is missing")
-            table = self._catalog.chunk_table(node, chunk)
+            array = self._catalog.stored(node)
+            table, key = array.table(chunk), array.node.chunk_key(chunk)
             start, stop = _extent(byte_range, table.object_size)
-            stored = np.asarray(value.as_numpy_array()).view(np.uint8)
-            # Not for the other kinds of ranges: an object that is too long makes their answers longer too.
-            if len(stored) > stop - start and isinstance(byte_range, RangeByteRequest | SuffixByteRequest):
-                raise _failures.ranges_ignored(key, self._catalog.store.url, stop - start, len(stored))
-            if len(stored) != stop - start or not table.check(start, stored):
-                raise CorruptCheckpointError(f"{where} is damaged: its size or a checksum differs")
+            # A part of a subchunk has no checksum, so whole subchunks are read.
             begin, end = table.whole(start, stop)
-        if (begin, end) == (start, stop):
-            return None
-        return RangeByteRequest(begin, end), slice(start - begin, stop - begin)
+            with array.missing_is_damage(chunk):
+                if end - begin < table.object_size:
+                    stored = array.store.read(key, begin, end - begin)
+                else:  # without a range, which some web servers do not support
+                    stored = memoryview(array.store.get_bounded(key, table.object_size))
+            if len(stored) != end - begin or not table.check(begin, np.frombuffer(stored, np.uint8)):
+                raise CorruptCheckpointError(
+                    f"chunk {key!r} of array {node.path!r} in {self._catalog.store.url} is damaged: its size or a "
+                    "checksum differs"
+                )
+        return stored[start - begin : stop - begin]
 
 
-def reopen(catalog: Catalog) -> StrictStore:
-    """Return the Zarr store of a checkpoint."""
-    return StrictStore(catalog.store.zarr_store(), catalog)
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Make a call in a thread, because it may wait for requests, and the event loop serves all of zarr's stores."""
+    return await asyncio.get_running_loop().run_in_executor(thread_pool("zarrckpt-zarr", _THREADS), call)
 
 
 def _chunk(node: ArrayNode, name: str) -> Ints | None:

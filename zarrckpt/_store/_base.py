@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
 
 T = TypeVar("T")
 
@@ -34,10 +31,6 @@ Reader = Callable[[int, Sequence[memoryview]], None]
 
 Buffer = bytes | bytearray | memoryview
 """Data to write: any C-contiguous buffer of bytes. It must not change until the call returns."""
-
-
-MOST_WHOLE = 2**30
-"""Maximum size in bytes of an object that is read as a whole. Documents are much smaller."""
 
 
 def _own_processors() -> int:
@@ -109,6 +102,9 @@ class Store(abc.ABC):
     Calls raise :class:`~zarrckpt.ObjectNotFoundError` for an absent object and :class:`~zarrckpt.ObjectExistsError` if
     the condition of a put does not hold. All other failures are a :class:`~zarrckpt.StorageError` that names the
     operation, the key and the url. Its cause is the client's error. Errors never contain a credential.
+
+    It has 28 methods because each is an operation that some kind of store implements in another way. Only eight of them
+    are abstract.
     """
 
     url: str
@@ -183,22 +179,22 @@ class Store(abc.ABC):
     def get(self, key: str) -> bytes:
         """Return a whole object. One request.
 
-        S3, Google Cloud Storage and Azure read at most :data:`MOST_WHOLE` bytes.
+        Local files, S3, Google Cloud Storage and Azure read at most :data:`MAX_WHOLE_BYTES` bytes.
         """
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes. One request. By default it reads the whole object."""
         return len(self.get(key))
 
-    def get_bounded(self, key: str, most: int) -> bytes:
-        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it is longer than ``max_bytes``.
 
-        One request. On S3, Google Cloud Storage and Azure at most ``most`` bytes are read. Other stores read the whole
-        object before they compare its size.
+        One request. From local files, S3, Google Cloud Storage and Azure no more bytes are read. Other stores read the
+        whole object before they compare its size.
         """
         data = self.get(key)
-        if len(data) > most:
-            raise _failures.long_object(key, self.url, most)
+        if len(data) > max_bytes:
+            raise _failures.long_object(key, self.url, max_bytes)
         return data
 
     def get_above(self, levels: int, key: str) -> bytes:
@@ -319,7 +315,3 @@ class Store(abc.ABC):
 
     def sync(self, keys: Iterable[str]) -> None:  # noqa: B027 - puts to object stores are durable on return
         """Return when these objects and the folders that contain them are durable, that is, survive a power cut."""
-
-    @abc.abstractmethod
-    def zarr_store(self) -> ZarrStore:
-        """Return a read-only Zarr store on the same objects, for zarr-python. Imports zarr."""

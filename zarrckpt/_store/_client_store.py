@@ -12,8 +12,9 @@ from typing import Any
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MOST_WHOLE, Buffer, check_key
-from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+from zarrckpt._store._base import Buffer, check_key
+from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._secrets import scrub, secret_values
 
 _DELETES_AT_ONCE = 16
@@ -37,7 +38,7 @@ class ClientStore(ConditionalStore):
         self,
         url: str,
         folder: str,
-        honoured: Honoured,
+        honoured: ConditionSupport,
         lock: AbstractContextManager[Any] | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
@@ -49,8 +50,8 @@ class ClientStore(ConditionalStore):
     # -- implemented by subclasses
 
     @abc.abstractmethod
-    def get_named(self, name: str, most: int) -> bytes:
-        """Return a whole object. If it is longer than ``most`` bytes, ``most + 1`` bytes are enough."""
+    def get_named(self, name: str, max_bytes: int) -> bytes:
+        """Return a whole object. If it is longer than ``max_bytes`` bytes, ``max_bytes + 1`` bytes are enough."""
 
     @abc.abstractmethod
     def fetch_named(self, name: str, start: int, end: int) -> Buffer:
@@ -92,18 +93,18 @@ class ClientStore(ConditionalStore):
         return self.name(prefix) if prefix else self._folder
 
     def get(self, key: str) -> bytes:
-        return self._get(key, self.name(key), MOST_WHOLE)
+        return self._get(key, self.name(key), MAX_WHOLE_BYTES)
 
     def size(self, key: str) -> int:
         return self.call(f"reading the size of {key!r}", lambda: self.size_named(self.name(key)), key)
 
-    def get_bounded(self, key: str, most: int) -> bytes:
-        return self._get(key, self.name(key), most)
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        return self._get(key, self.name(key), max_bytes)
 
-    def _get(self, key: str, name: str, most: int) -> bytes:
-        data = self.call(f"reading {key!r}", lambda: self.get_named(name, most), key)
-        if len(data) > most:
-            raise _failures.long_object(key, self.url, most)
+    def _get(self, key: str, name: str, max_bytes: int) -> bytes:
+        data = self.call(f"reading {key!r}", lambda: self.get_named(name, max_bytes), key)
+        if len(data) > max_bytes:
+            raise _failures.long_object(key, self.url, max_bytes)
         return data
 
     def get_above(self, levels: int, key: str) -> bytes:
@@ -111,7 +112,7 @@ class ClientStore(ConditionalStore):
         if levels > len(above) - self.lowest_levels:
             return super().get_above(levels, key)
         name = "/".join([*above[:-levels], check_key(key)])
-        return self._get(f"{'../' * levels}{key}", name, MOST_WHOLE)
+        return self._get(f"{'../' * levels}{key}", name, MAX_WHOLE_BYTES)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(key, byte_offset, len(buffer))

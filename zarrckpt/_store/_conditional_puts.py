@@ -18,7 +18,7 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Store, Versioned
 
-_ATTEMPTS = 5
+_PUT_TRIES = 5
 
 
 class NoConditionsError(StorageError):
@@ -26,19 +26,19 @@ class NoConditionsError(StorageError):
 
 
 @dataclass
-class Honoured:
+class ConditionSupport:
     """Whether a server honours each of the two conditions. None means that this is not known yet."""
 
     creates: bool | None = None
     matches: bool | None = None
 
 
-_found_out: dict[str, Honoured] = {}
+_known_support: dict[str, ConditionSupport] = {}
 
 
-def honoured_by(server: str) -> Honoured:
+def support_of(server: str) -> ConditionSupport:
     """Return this process's record of a server. Its first save fills it in, and later saves reuse it."""
-    return _found_out.setdefault(server, Honoured())
+    return _known_support.setdefault(server, ConditionSupport())
 
 
 class ConditionalStore(Store):
@@ -50,7 +50,7 @@ class ConditionalStore(Store):
     exclude each other even if the server ignores conditions.
     """
 
-    def __init__(self, honoured: Honoured, lock: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, honoured: ConditionSupport, lock: AbstractContextManager[Any] | None = None) -> None:
         self._honoured = honoured
         self._lock = lock or ForkSafeLock()
         self._warned = False
@@ -77,7 +77,7 @@ class ConditionalStore(Store):
         with nullcontext() if self._honoured.creates else self._lock:
             if not self._honoured.creates and self._is_own(key, data):
                 return
-            for attempt in range(_ATTEMPTS):
+            for attempt in range(_PUT_TRIES):
                 if self._honoured.creates is False:
                     self._warn()
                     return self.put(key, [data])
@@ -109,7 +109,7 @@ class ConditionalStore(Store):
             self._honoured.matches = self._server_honours_match()
         if not self._honoured.matches:
             return self._check_and_put(key, data, version)
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_PUT_TRIES):
             if self.put_if_version(key, data, version):
                 return
             found = self.read_if_any(key)

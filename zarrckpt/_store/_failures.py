@@ -1,6 +1,7 @@
 """Translate a client's exception to an error of this package. It names operation, url, reason and next step.
 
-Errors contain no secrets.
+Errors contain no secrets. The errors of obstore 0.12 have no attributes for a status, a code or a kind, only a text and
+coarse classes (most failures are a GenericError). So patterns find these in the text.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ _SELDOM_PASSING = re.compile(
     r"|<Code>NoSuchUpload</Code>"
     rf"|{_ABORT}"
 )
-_FEW = 2
+_SELDOM_REPEATS = 2
 
 _REFUSED_CODES = (
     "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
@@ -167,7 +168,7 @@ def not_implemented(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
 
 
-def most_repeats(error: BaseException) -> int:
+def max_repeats(error: BaseException) -> int:
     """Return how often a request may be repeated, with a new signature, after this error.
 
     Repeats are safe for all requests. A second delete finds no object, which is no error. After a refused condition the
@@ -176,7 +177,7 @@ def most_repeats(error: BaseException) -> int:
     text = _ends(str(error))
     if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
         return sys.maxsize
-    return _FEW if _SELDOM_PASSING.search(text) else 0
+    return _SELDOM_REPEATS if _SELDOM_PASSING.search(text) else 0
 
 
 def is_passing(error: BaseException) -> bool:
@@ -241,9 +242,9 @@ def ranges_ignored(key: str, url: str, asked: int, found: int) -> StorageError:
     )
 
 
-def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
+def long_object(key: str, url: str, max_bytes: int) -> CorruptCheckpointError:
     """Return the error for an object that is longer than the limit."""
-    return CorruptCheckpointError(f"object {key!r} in {url} is too long: expected at most {most} bytes")
+    return CorruptCheckpointError(f"object {key!r} in {url} is too long: expected at most {max_bytes} bytes")
 
 
 def is_full(error: StorageError) -> bool:

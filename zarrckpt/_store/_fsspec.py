@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from zarrckpt._errors import StorageError
@@ -16,19 +16,16 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
-from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
+from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
 
 T = TypeVar("T")
 
 _EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
 """Packages that an extra of zarrckpt installs, and the extra."""
 
-_READS = 5
+_READ_TRIES = 5
 
 # The process has one memory filesystem of fsspec. The lock makes the check and the write atomic.
 _MEMORY_LOCK = ForkSafeLock()
@@ -44,16 +41,15 @@ class FsspecStore(ClientStore):
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
-        super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
+        super().__init__(redact_url(address), "", ConditionSupport(), _PLAIN_LOCK, secrets)
         self._filesystems = super().call("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
         self.lists_all = not self._traits.http
-        if self._traits.memory:
-            self._honoured = Honoured(True, True)
-        else:
-            self._honoured = Honoured(None if self._traits.creates else False, None if self._traits.s3 else False)
+        traits = self._traits
+        creates, matches = None if traits.creates else False, None if traits.s3 else False
+        self._honoured = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
 
-    def get_named(self, name: str, most: int) -> bytes:
+    def get_named(self, name: str, max_bytes: int) -> bytes:
         whole = {"max_concurrency": 1} if self._traits.splits else {}
         return self._read(name, lambda fs: bytes(fs.cat_file(name, **whole)))
 
@@ -61,11 +57,13 @@ class FsspecStore(ClientStore):
         if not self._traits.s3:
             return super().get_versioned(key)
         # s3fs returns bytes without an e-tag, so compare the e-tags before and after the read.
-        for _ in range(_READS):
+        for _ in range(_READ_TRIES):
             before, data, after = self._e_tag(key), self.get(key), self._e_tag(key)
             if before == after:
                 return Versioned(data, before)
-        raise StorageError(f"reading {key!r} in {self.url} failed: it changed during each of {_READS} reads. Try again")
+        raise StorageError(
+            f"reading {key!r} in {self.url} failed: it changed during each of {_READ_TRIES} reads. Try again"
+        )
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
         return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
@@ -175,16 +173,13 @@ class FsspecStore(ClientStore):
             return name
         return unquote(name.partition("?")[0].removeprefix("./"))  # links with "?" sort the web page
 
-    def zarr_store(self) -> ZarrStore:
-        return self.call("opening the store", self._filesystems.zarr_store)
-
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        return super().call(what, partial(self._filesystems.ask, request), key)
+        return super().call(what, partial(self._filesystems.renewal.call, request), key)
 
     def hint(self, error: BaseException) -> str:
         filesystems = getattr(self, "_filesystems", None)  # none yet, if it could not be opened
         if filesystems is not None and filesystems.signs_for_s3 and _failures.refuses_credentials(error):
-            return self.renewal_hint(filesystems.fixed_credentials, None)
+            return self.renewal_hint(filesystems.fixed_credentials, filesystems.renewal.error)
         if isinstance(error, ImportError):
             package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
             return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"

@@ -12,23 +12,17 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import fsspec
 
 from zarrckpt._errors import StorageError
-from zarrckpt._forks import ForkSafeLock
-from zarrckpt._store._failures import refuses_credentials
 from zarrckpt._store._local_commit import is_silly_name
+from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url
 from zarrckpt._store._url import RESOLVERS, is_chain
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
-
-T = TypeVar("T")
 
 _S3 = {"s3", "s3a"}
 # Stores without folders: a put is atomic, and no folder must be made (s3fs would make a bucket instead).
@@ -53,7 +47,7 @@ _SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session",
 """Options of s3fs and (the last one) of its client that hold credentials."""
 
 _CONNECTIONS = 8
-_FSSPEC_TRIES = 5
+_FOLDER_TRIES = 5
 
 _FSSPEC_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
 
@@ -111,8 +105,8 @@ class Filesystems:
         first, root = self._open_shared()
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
-        self._generation, self._renewing = 0, ForkSafeLock()
-        self._begin(first)
+        self.renewal = Renewal(self._renew if self.signs_for_s3 and not self.fixed_credentials else None)
+        self._use(first)
 
     @property
     def fixed_credentials(self) -> str | None:
@@ -125,25 +119,11 @@ class Filesystems:
         """Whether requests are signed for S3."""
         return self.traits.s3 and not self._options.get("anon")
 
-    def ask(self, call: Callable[[], T]) -> T:
-        """Make a call that uses :meth:`lend`. If an S3 server refuses the credentials, read them again and repeat it.
+    def _renew(self) -> None:
+        # fsspec would return the same filesystem again.
+        self._use(self._open_shared(skip_instance_cache=True)[0])
 
-        Calls that fail at the same time share one renewal.
-        """
-        generation = self._generation
-        try:
-            return call()
-        except Exception as error:
-            if not self.signs_for_s3 or self.fixed_credentials or not refuses_credentials(error):
-                raise
-        with self._renewing:
-            if generation == self._generation:
-                # fsspec would return the same filesystem again.
-                self._begin(self._open_shared(skip_instance_cache=True)[0])
-                self._generation = generation + 1
-        return call()
-
-    def _begin(self, first: Any) -> None:
+    def _use(self, first: Any) -> None:
         idle: queue.LifoQueue[Any] = queue.LifoQueue()
         idle.put(first)
         self._slots, self._idle = threading.BoundedSemaphore(_CONNECTIONS), idle
@@ -154,7 +134,7 @@ class Filesystems:
         """Yield a filesystem that no other call uses in the block, or one that may be shared."""
         if self._pid != os.getpid():
             # Connections and event loops do not survive a fork.
-            self._begin(self._open())
+            self._use(self._open())
         if self.traits.shared:
             yield self._idle.queue[0]
             return
@@ -167,23 +147,6 @@ class Filesystems:
                 yield fs
             finally:
                 self._idle.put(fs)
-
-    def zarr_store(self) -> ZarrStore:
-        """Return zarr's read-only store on the same folder."""
-        import asyncio
-
-        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-        from zarr.storage import FsspecStore
-
-        fs = self._open()
-        if fs.async_impl:
-            # A cached s3fs instance would keep old credentials.
-            fresh = {"skip_instance_cache": True} if self.traits.s3 else {}
-            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True, **fresh})
-        else:
-            one_at_a_time = None if self.traits.shared else asyncio.Semaphore(1)
-            fs = AsyncFileSystemWrapper(fs, asynchronous=True, semaphore=one_at_a_time)
-        return FsspecStore(fs, path=self.root, read_only=True)
 
     def _open(self) -> Any:
         return self._open_shared(**({} if self.traits.shared else {"skip_instance_cache": True}))[0]
@@ -288,10 +251,9 @@ def _part_of(path: str) -> str:
 def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
     """Rename a file and replace an old one. If this fails, keep the old file and remove ``temp``."""
     try:
-        if traits.hdfs and fs.exists(path):
-            _swap(fs, temp, path)
-            return
         try:
+            if traits.hdfs and fs.exists(path):
+                raise FileExistsError(path)
             fs.mv(temp, path)
         except OSError as error:
             # Some filesystems, such as SMB, cannot rename over a file.
@@ -305,7 +267,11 @@ def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
 
 
 def _swap(fs: Any, temp: str, path: str) -> None:
-    """Replace a file on a filesystem that cannot rename over one: rename the old file first, and back if this fails."""
+    """Replace a file on a filesystem that cannot rename over one (HDFS, SMB).
+
+    The old file is renamed first, and back if this fails, because the root document of a checkpoint must not be lost if
+    an overwrite fails.
+    """
     aside = _part_of(path)
     try:
         fs.mv(path, aside)
@@ -326,7 +292,7 @@ def _swap(fs: Any, temp: str, path: str) -> None:
 
 def _make_folder(fs: Any, folder: str) -> None:
     """Make a folder and those above it, while other threads and processes do the same."""
-    for attempt in range(_FSSPEC_TRIES):
+    for attempt in range(_FOLDER_TRIES):
         try:
             fs.makedirs(folder, exist_ok=True)
             return
@@ -334,6 +300,6 @@ def _make_folder(fs: Any, folder: str) -> None:
             # Some ``makedirs`` fail if the folder appears between their check and their call.
             if fs.isdir(folder):
                 return
-            if attempt == _FSSPEC_TRIES - 1:
+            if attempt == _FOLDER_TRIES - 1:
                 raise
             time.sleep(0.01 * 2**attempt)

@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from itertools import takewhile
 from stat import S_ISDIR
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError, one_line
 from zarrckpt._forks import ForkSafeLock
+from zarrckpt._jobs import thread_pool
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
 from zarrckpt._store._base import (
@@ -31,18 +31,16 @@ from zarrckpt._store._base import (
     byte_views,
     check_key,
 )
-from zarrckpt._store._regular_files import open_regular, read_regular
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
+from zarrckpt._store._local_folders import Folders, refuse_links
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES, open_regular, read_regular
 
 T = TypeVar("T")
 
 Entries = list[tuple[str, bool, int]]
 """(name, whether it is a folder, size in bytes) of each entry of a folder."""
 
-_THREADS = 16
-_TRIES = 20
+_DISK_THREADS = 16
+_WRITE_TRIES = 20
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """Error codes that mean that a file or folder is absent. No file can have a name that is too long."""
 _STAYS = (*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
@@ -64,23 +62,16 @@ _NEXT_STEP = {
 }
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def _syncing() -> ThreadPoolExecutor:
-    """Return this process's pool of threads that wait for disks.
-
-    The pool is kept because starting its threads takes as long as the rest of a small save. Each process has its own,
-    because a forked process has none of its parent's threads.
-    """
-    pool = _pools.get(os.getpid())
-    return pool or _pools.setdefault(os.getpid(), ThreadPoolExecutor(_THREADS, "zarrckpt-sync"))
+def _disk_threads() -> ThreadPoolExecutor:
+    """Return this process's pool of threads that wait for disks."""
+    return thread_pool("zarrckpt-sync", _DISK_THREADS)
 
 
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (an absolute path, made by the first write).
 
-    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable.
+    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. 20 of the 32
+    methods are those of :class:`Store`.
     """
 
     is_local = True
@@ -91,13 +82,7 @@ class LocalStore(Store):
         self.url = one_line(root)
         self._root = root
         self._durable = durable
-        self._folders: set[str] = set()
-        self._grown: set[str] = set()
-        """Folders above the root with a new entry. They are synced with the rest."""
-        self._changes: dict[str, int] = {}
-        """Number of times that this store has, or may have, changed each folder's entries."""
-        self._synced: dict[str, int] = {}
-        """The number of each folder's last durable change."""
+        self._folders = Folders(root)
         self._mount_is_known = False
         self._lock = ForkSafeLock()
         self._syncs: dict[str, Future[None]] = {}
@@ -108,6 +93,9 @@ class LocalStore(Store):
 
     def get(self, key: str) -> bytes:
         return self._read(key, self._path(key))
+
+    def get_bounded(self, key: str, max_bytes: int) -> bytes:
+        return self._read(key, self._path(key), max_bytes)
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
@@ -151,24 +139,29 @@ class LocalStore(Store):
     def _put(self, key: str, work: Callable[[str], None]) -> None:
         self._write("writing", key, work)
         if self._durable:
-            self._begin_sync(key)
+            # Begin to sync the file while others are still being written, so that the disk works in the meantime.
+            with self._lock:
+                self._syncs[key] = _disk_threads().submit(self._on, "syncing", self._path(key), files.sync_path)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
-            self._refuse_mount(path)
             if not files.create_file(path, data) and read_regular(path) != data:
                 raise _failures.conflict(key, self.url, replacing=False)
 
-        self._write("creating", key, work)
-        self._sync_folders([key])
+        self._put_conditionally("creating", key, work)
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         def work(path: str) -> None:
-            self._refuse_mount(path)
             if not files.replace_file(path, data, version):
                 raise _failures.conflict(key, self.url, replacing=True)
 
-        self._write("replacing", key, work)
+        self._put_conditionally("replacing", key, work)
+
+    def _put_conditionally(self, verb: str, key: str, work: Callable[[str], None]) -> None:
+        if not self._mount_is_known:
+            files.refuse_mount(self._path(key))
+            self._mount_is_known = True
+        self._write(verb, key, work)
         self._sync_folders([key])
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -177,22 +170,24 @@ class LocalStore(Store):
             for key in keys:
                 self._syncs.pop(key, None)
         paths = [self._path(key) for key in keys]
-        folders = {folder for path in paths for folder in self._parents(path)} - {self._root}
-        _refuse_links("deleting", folders)
+        folders = {folder for path in paths for folder in self._folders.above(path)} - {self._root}
+        refuse_links("deleting", folders)
         self._each("deleting", paths, _remove)
         self._remove_folders(folders)
 
     def sweep(self, folders: Iterable[str]) -> None:
         paths = {self._path(folder) if folder else self._root for folder in folders}
         # The target of a link below the root does not belong to this store.
-        paths = {path for path in paths if not any(map(os.path.islink, {path, *self._parents(path)} - {self._root}))}
+        paths = {
+            path for path in paths if not any(map(os.path.islink, {path, *self._folders.above(path)} - {self._root}))
+        }
         self._each("deleting", sorted(paths), _remove_own)
-        self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
+        self._remove_folders(paths.union(*map(self._folders.above, paths)) - {self._root})
 
     def remove_folder(self) -> None:
         if os.path.islink(self._root) or os.path.ismount(self._root):
             return
-        self._folders.clear()
+        self._folders.forget()
         for folder, _, _ in os.walk(self._root, topdown=False):
             # It is not empty, or another user owns its parent. An empty folder does no harm.
             with suppress(OSError):
@@ -224,7 +219,7 @@ class LocalStore(Store):
     def refresh(self, folder: str) -> None:
         path = self._path(folder)
         # An NFS client asks its server when a folder is opened. The outermost is first, since the root may be new too.
-        for opened in (os.path.dirname(self._root), *reversed([*self._parents(path)]), path):
+        for opened in (os.path.dirname(self._root), *reversed([*self._folders.above(path)]), path):
             with suppress(OSError), os.scandir(opened):
                 pass
 
@@ -260,82 +255,23 @@ class LocalStore(Store):
             sync.result()
         self._sync_folders(keys)
 
-    def zarr_store(self) -> ZarrStore:
-        from zarrckpt._store._zarr_readers import RegularFilesStore
-
-        return RegularFilesStore(self._root, read_only=True)
-
-    def _begin_sync(self, key: str) -> None:
-        """Begin to sync a file while others are still being written, so that the disk works in the meantime."""
-        with self._lock:
-            self._syncs[key] = _syncing().submit(self._on, "syncing", self._path(key), files.sync_path)
-
     # -- paths and folders
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))
 
-    def _parents(self, path: str) -> Iterator[str]:
-        """Yield the folders that contain ``path``, from the innermost up to the root."""
-        while path != self._root:
-            path = os.path.dirname(path)
-            yield path
-
-    def _make_folder(self, folder: str) -> None:
-        if folder in self._folders:
-            return
-        outer = os.path.dirname(folder)
-        if folder != self._root and outer in self._folders:
-            with suppress(FileExistsError):
-                os.mkdir(folder)  # a folder that was just made is not a link
-                self._changed([outer])
-                self._folders.add(folder)
-                return
-        new = [folder, *takewhile(lambda outer: outer not in self._folders, self._parents(folder))]
-        _refuse_links("writing", {*new} - {self._root})
-        if not self._folders:
-            above = self._root
-            while not os.path.isdir(above) and above != os.path.dirname(above):
-                above = os.path.dirname(above)
-                self._grown.add(above)
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except FileExistsError as error:
-            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
-                raise
-            # A clean-up has removed it in the meantime. Another thread may have made it again.
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
-        # Another process may have made some of them and may die before it syncs them.
-        self._changed({os.path.dirname(inner) for inner in new} | (self._grown if self._root in new else set()))
-        self._folders.update(new)
-
     def _remove_folders(self, folders: Iterable[str]) -> None:
         """Remove the empty ones of these folders."""
         # Deepest first, so that outer folders are empty when they are tried.
         for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
-            self._folders.discard(folder)
+            self._folders.forget(folder)
             self._on("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
         """Sync all changed folders of the keys, up to the root, and changed folders above the root."""
-        folders = {folder for key in keys for folder in self._parents(self._path(key))}
-        folders |= {os.path.dirname(self._root), *self._grown}
-        with self._lock:
-            counts = {folder: self._changes.get(folder, 0) for folder in folders}
-        changes = {folder: count for folder, count in counts.items() if self._synced.get(folder) != count}
+        changes = self._folders.unsynced(map(self._path, keys))
         self._each("syncing", [*changes], files.sync_path)
-        with self._lock:
-            self._synced.update(changes)
-
-    def _refuse_mount(self, path: str) -> None:
-        if not self._mount_is_known:
-            files.refuse_mount(path)
-            self._mount_is_known = True
-
-    def _changed(self, folders: Iterable[str]) -> None:
-        with self._lock:
-            for folder in folders:
-                self._changes[folder] = self._changes.get(folder, 0) + 1
+        self._folders.note_synced(changes)
 
     def _scan(self, prefix: str) -> Entries:
         return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
@@ -345,8 +281,8 @@ class LocalStore(Store):
     def hint(self, error: BaseException) -> str:
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
-    def _read(self, key: str, path: str) -> bytes:
-        return self.call(f"reading {path!r}", lambda: read_regular(path), key)
+    def _read(self, key: str, path: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+        return self.call(f"reading {path!r}", lambda: read_regular(path, max_bytes), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)
@@ -354,21 +290,21 @@ class LocalStore(Store):
 
         def attempt(path: str) -> bool:
             try:
-                self._make_folder(folder)
+                self._folders.make(folder)
                 work(path)
-                self._changed([folder])
+                self._folders.note_changes([folder])
             except FileNotFoundError:
                 # A clean-up removed the folder while it was empty, perhaps with others.
-                self._folders.clear()
+                self._folders.forget()
                 return False
             return True
 
-        for _ in range(_TRIES):
+        for _ in range(_WRITE_TRIES):
             if self._on(verb, path, attempt):
                 return
         raise StorageError(
-            f"{verb} {path!r} failed: another process removed its folder {_TRIES} times. Check that no clean-up runs "
-            "there, and try again"
+            f"{verb} {path!r} failed: another process removed its folder {_WRITE_TRIES} times. Check that no clean-up "
+            "runs there, and try again"
         )
 
     def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
@@ -378,7 +314,7 @@ class LocalStore(Store):
         """Make the same call on many paths, several at a time. Consecutive fsyncs are many times slower."""
         if not paths:
             return
-        begun = [_syncing().submit(self._on, verb, path, work) for path in paths[1:]]
+        begun = [_disk_threads().submit(self._on, verb, path, work) for path in paths[1:]]
         try:
             self._on(verb, paths[0], work)
         finally:
@@ -421,13 +357,6 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
         if not item.is_symlink() and not isinstance(error, FileNotFoundError):
             raise
         return (item.name, False, 0) if item.is_symlink() else None
-
-
-def _refuse_links(verb: str, folders: Iterable[str]) -> None:
-    """Raise StorageError for a link among the folders below a root, because its target may be outside the store."""
-    for folder in folders:
-        if os.path.islink(folder):
-            raise StorageError(f"{verb} in {folder!r} is refused: it is a link, which may lead elsewhere. Remove it")
 
 
 @contextmanager

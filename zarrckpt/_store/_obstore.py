@@ -10,25 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MOST_WHOLE, Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
-from zarrckpt._store._fork import check_fork
-from zarrckpt._store._obstore_client import Client, awaited
-
-if TYPE_CHECKING:
-    from zarr.abc.store import Store as ZarrStore
+from zarrckpt._store._obstore_client import Client, wait_for
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 T = TypeVar("T")
 
-_LISTED_AT_ONCE = 1000
+_PAGE_OBJECTS = 1000
 """Number of objects per page of a listing, the same as in one answer of a server."""
 
 CONCURRENCY = 64
@@ -40,10 +37,10 @@ SPLIT = 16 * 2**20
 One connection is seldom as fast as the network, and only a few objects of this size fit in memory at a time.
 """
 
-_AWAITED = 2**18
+_ASYNC_BYTES = 2**18
 """Size in bytes from which ranges are read asynchronously. For smaller ones the switch to the event loop costs more."""
 
-_MOST_OF_A_PUT = 5 * 2**30
+_MAX_PUT_BYTES = 5 * 2**30
 """Maximum size in bytes of a put with one request. Servers accept no more."""
 
 _PART = 8 * 2**20
@@ -60,15 +57,15 @@ class ObstoreStore(ClientStore):
         self._client = client
         self._bucket = client.bucket
 
-    def get_named(self, name: str, most: int) -> bytes:
-        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, most))
+    def get_named(self, name: str, max_bytes: int) -> bytes:
+        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))
 
     def get_versioned(self, key: str) -> Versioned:
         def fetch(store: Any) -> Versioned:
             answer = obstore.get(store, self.name(key))
             # obstore refuses None as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
-            data = _take_whole(answer, key, MOST_WHOLE)
+            data = _take_whole(answer, key, MAX_WHOLE_BYTES)
             return Versioned(data, version or version_of(data))
 
         return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
@@ -82,8 +79,8 @@ class ObstoreStore(ClientStore):
             return _checked_length(await anext(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
         def fetch(store: Any) -> memoryview:
-            if nbytes >= _AWAITED:
-                return awaited(partial(fetch_later, store))
+            if nbytes >= _ASYNC_BYTES:
+                return wait_for(partial(fetch_later, store))
             answer = obstore.get(store, name, options=options)
             return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
@@ -107,9 +104,10 @@ class ObstoreStore(ClientStore):
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
-            self._ask(lambda: self._put(key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once))
+            put = partial(self._put, key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
+            self._bucket.ask(put)
         except (client_errors.BaseError, FileNotFoundError) as error:
-            if not _failures.hides_reason(error) or sum(map(len, views)) > _MOST_OF_A_PUT:
+            if not _failures.hides_reason(error) or sum(map(len, views)) > _MAX_PUT_BYTES:
                 raise
             # The reason is lost. A put with one request succeeds, or its error contains the reason.
             self._put(key, views, client="unrepeated", use_multipart=False)
@@ -180,7 +178,7 @@ class ObstoreStore(ClientStore):
 
         def begin() -> tuple[Any, Any]:
             stream = obstore.list(
-                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_LISTED_AT_ONCE
+                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
             )
             return stream, self._awaited_page(lambda: anext(stream, None))
 
@@ -225,23 +223,17 @@ class ObstoreStore(ClientStore):
     def _awaited_page(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Wait for a part of a listing. obstore requests pages until the server names no further page."""
         try:
-            return awaited(ask, self._bucket.patience)
+            return wait_for(ask, self._bucket.patience)
         except TimeoutError:
             raise StorageError(
                 f"listing in {self.url} failed: it did not end within {self._bucket.patience:.0f} s. Check the "
                 "endpoint and the server. To wait longer, pass timeout"
             ) from None
 
-    def zarr_store(self) -> ZarrStore:
-        check_fork()
-        from zarrckpt._store._zarr_readers import ClientReadStore
-
-        return ClientReadStore(self._bucket, self._client.prefix)
-
     def hint(self, error: BaseException) -> str:
         option = self._client.fixed_credentials
-        if (option or self._bucket.renewable) and _failures.refuses_credentials(error):
-            return self.renewal_hint(option, self._bucket.renewal_error)
+        if (option or self._bucket.renewal.is_possible) and _failures.refuses_credentials(error):
+            return self.renewal_hint(option, self._bucket.renewal.error)
         if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
             return "Check the credentials and their permissions"
         if isinstance(error, FileNotFoundError):
@@ -254,20 +246,15 @@ class ObstoreStore(ClientStore):
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        return super().call(what, partial(self._ask, request), key)
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        """Make a request and repeat it after transient failures."""
-        check_fork()
-        return self._bucket.ask(request)
+        return super().call(what, partial(self._bucket.ask, request), key)
 
 
-def _take_whole(answer: Any, name: str, most: int) -> bytes:
-    """Return the bytes of an answer if it announces at most ``most``. obstore would allocate any announced size."""
+def _take_whole(answer: Any, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of an answer of at most ``max_bytes``. obstore would allocate any announced size."""
     nbytes = answer.meta["size"]
-    if nbytes > most:
+    if nbytes > max_bytes:
         raise CorruptCheckpointError(
-            f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {most}"
+            f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {max_bytes}"
         )
     return bytes(_checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes))
 

@@ -20,12 +20,13 @@ from obstore.exceptions import BaseError, GenericError, UnknownConfigurationKeyE
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures, _options
-from zarrckpt._store._conditional_puts import Honoured, honoured_by
+from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
+from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
 from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
+from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
-from zarrckpt._store._url import Place
+from zarrckpt._store._url import ParsedUrl
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ _answered: set[str] = set()
 
 _kept: dict[str, Bucket] = {}
 """Clients that the next store may use, by a text of all their settings."""
-_MOST_KEPT = 8
-_keeping = ForkSafeLock()
+_MAX_KEPT = 8
+_kept_lock = ForkSafeLock()
 
 
 @cache
@@ -60,7 +61,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
+def wait_for(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     """Wait in the calling thread for the result of an asynchronous call of obstore.
 
     Raises TimeoutError and cancels the call if it takes longer than ``seconds``.
@@ -72,7 +73,7 @@ def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     async def answer() -> T:
         return await asyncio.wait_for(ask(), seconds) if seconds is not None else await ask()
 
-    with _keeping:
+    with _kept_lock:
         loop = _loop()
     return asyncio.run_coroutine_threadsafe(answer(), loop).result()
 
@@ -94,30 +95,20 @@ class Bucket:
     """
 
     def __init__(
-        self, kind: str, name: str, out: Translated, server: str, translate: Callable[[], Translated] | None
+        self, kind: str, name: str, out: ClientArguments, server: str, translate: Callable[[], ClientArguments] | None
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
         self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
         """Whether the caller passes a proxy."""
-        self.generation = 0
-        """Number of times that the credentials were read again."""
-        self.renewal_error: Exception | None = None
-        """The reason why credentials could not be read again."""
-        self._recipe = kind, name, out, server
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
-        self.renewable = translate is not None
-        self._out, self._server, self._translate = out, server, translate
+        self._out, self._server = out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
         self._provider = out.credential_provider
-        self._renewing = ForkSafeLock()
-        self._begin()
+        self.renewal = Renewal(None if translate is None else partial(self._renew, translate))
+        self._make_clients()
 
-    def __reduce__(self) -> Any:
-        # For the pickle of a Zarr store. The other process does not renew credentials.
-        return Bucket, (*self._recipe, None)
-
-    def _begin(self) -> None:
+    def _make_clients(self) -> None:
         """Make clients with the present credentials."""
         self.persistent = self._made(self._out.client, self._out.retry)
         """The client that repeats failed requests by ``retry_config``."""
@@ -169,77 +160,56 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._made(client, _FIRST_RETRY)
 
-    def renew(self, generation: int) -> bool:
-        """Read the credentials again from their source, after a server refused those of this generation.
-
-        Requests that fail at the same time share one renewal. Returns False if no credentials can be read.
-        """
-        if self._translate is None:
-            return False
-        with self._renewing:
-            if generation == self.generation:
-                try:
-                    fresh = self._translate()
-                    if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
-                        raise StorageError("the environment or the profile now names another endpoint")
-                    self._provider = fresh.credential_provider
-                    self._begin()
-                except Exception as error:
-                    self.renewal_error = error
-                    return False
-                self.generation, self.renewal_error = generation + 1, None
-        return True
-
-    def ask(self, call: Callable[[], T]) -> T:
-        """Make a call and repeat it after transient failures, and again with new credentials if they are refused."""
-        generation = self.generation
-        try:
-            return self._repeat(call)
-        except BaseError as error:
-            if not _failures.refuses_credentials(error) or not self.renew(generation):
-                raise
-        return self._repeat(call)
-
-    def _repeat(self, call: Callable[[], T]) -> T:
-        return self.send(call) if self.answered else self.reach(call)
-
     @cached_property
     def unrepeated(self) -> Any:
         """A client that makes each request once."""
         return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
 
-    def reach(self, call: Callable[[], T]) -> T:
-        """Call a server that has not answered yet.
+    def _renew(self, translate: Callable[[], ClientArguments]) -> None:
+        """Read the credentials again from their source, and make new clients."""
+        fresh = translate()
+        if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
+            raise StorageError("the environment or the profile now names another endpoint")
+        self._provider = fresh.credential_provider
+        self._make_clients()
+
+    def ask(self, request: Callable[[], T]) -> T:
+        """Make a request and repeat it after transient failures, and again with new credentials if they are refused."""
+        check_fork()
+        return self.renewal.call(lambda: self._send(request) if self.answered else self._send_first(request))
+
+    def _send_first(self, request: Callable[[], T]) -> T:
+        """Make a request to a server that has not answered yet.
 
         Raises after about a second if its address is wrong, and after ten seconds if it does not answer.
         """
         try:
-            result = call()
+            result = request()
         except Exception as error:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
             if _failures.refuses_credentials(error):
                 raise
-            if not isinstance(error, GenericError) and not _failures.most_repeats(error):
+            if not isinstance(error, GenericError) and not _failures.max_repeats(error):
                 raise
             # The server exists and is busy. From now on retry_config applies.
-            return self.send(call)
+            return self._send(request)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T]) -> T:
-        """Make a call. Repeat it with a new signature after transient failures on which obstore does not repeat it."""
+    def _send(self, request: Callable[[], T]) -> T:
+        """Make a request. Repeat it with a new signature if it failed briefly and obstore did not repeat it."""
         deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
-                return call()
+                return request()
             except (BaseError, FileNotFoundError) as error:
-                if repeat >= _failures.most_repeats(error) or time.monotonic() > deadline:
+                if repeat >= _failures.max_repeats(error) or time.monotonic() > deadline:
                     raise
                 pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
             time.sleep(pause)
-        return call()
+        return request()
 
 
 @dataclass(frozen=True)
@@ -250,7 +220,7 @@ class Client:
     prefix: str
     """The prefix of all keys, without "/" at either end."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
-    honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
+    honoured: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True))
     """The server's support of conditional puts, as far as it is known."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
@@ -258,53 +228,53 @@ class Client:
     """The option that contains the credentials."""
 
 
-def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
+def open_client(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
     """Build the client of a parsed url. No request is made."""
     check_fork()
-    if place.path and _NO_KEY.search(place.path):
+    if parsed.path and _NO_KEY.search(parsed.path):
         raise StorageError(
-            f"{redact_url(place.address)!r} cannot be used as a prefix of keys: its path contains an empty name, '.', "
+            f"{redact_url(parsed.address)!r} cannot be used as a prefix of keys: its path contains an empty name, '.', "
             "'..' or a control character. Remove it"
         )
-    if re.search(r"[\x00-\x20\x7f]", place.bucket + place.account):
+    if re.search(r"[\x00-\x20\x7f]", parsed.bucket + parsed.account):
         raise StorageError(
-            f"{redact_url(place.address)!r} names no bucket: expected a name without spaces and control characters"
+            f"{redact_url(parsed.address)!r} names no bucket: expected a name without spaces and control characters"
         )
     known = secret_values(options)
     try:
-        return _open(place, options, provider, known)
+        return _open(parsed, options, provider, known)
     except CheckpointError as error:
         if scrub(str(error), known) == str(error):
             raise
         failure = StorageError(scrub(str(error), known))
     except UnknownConfigurationKeyError as error:
         name = re.search("'([^']*)'", str(error))
-        failure = _options.unknown(place.kind, name[1] if name else str(error))
+        failure = _options.unknown(parsed.kind, name[1] if name else str(error))
     except BaseException as error:
         if not isinstance(error, Exception) and not _failures.is_panic(error):
             raise
-        failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
+        failure = _failures.storage_error("opening the store", redact_url(parsed.address), error, known)
     raise failure
 
 
-def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    def translate() -> Translated:
-        out = _options.translate(place, options, provider)
-        restrict_redirects(place.kind, out)
+def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
+    def translate() -> ClientArguments:
+        out = _options.translate(parsed, options, provider)
+        restrict_redirects(parsed.kind, out)
         return out
 
     out = translate()
-    server = f"{place.kind} {out.config.get('endpoint')} {place.bucket}"
-    make = partial(Bucket, place.kind, place.bucket, out, server, translate if out.renewable else None)
-    if place.kind != "s3":
-        return Client(make(), place.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
-    honoured = Honoured(True, True) if _options.is_amazon(out) else honoured_by(server)
+    server = f"{parsed.kind} {out.config.get('endpoint')} {parsed.bucket}"
+    make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
+    if parsed.kind != "s3":
+        return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
+    honoured = ConditionSupport(True, True) if _options.is_amazon(out) else support_of(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
-    bucket = _shared_bucket(place, out, make)
-    return Client(bucket, place.path, out.put, honoured, bulk, known, out.fixed_credentials)
+    bucket = _shared_bucket(parsed, out, make)
+    return Client(bucket, parsed.path, out.put, honoured, bulk, known, out.fixed_credentials)
 
 
-def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) -> Bucket:
+def _shared_bucket(parsed: ParsedUrl, out: ClientArguments, make: Callable[[], Bucket]) -> Bucket:
     """Return the clients of an earlier store with the same settings. New ones would take 25 ms each and connect again.
 
     If the credentials are from a profile or the caller's provider, return new clients. These credentials may change
@@ -314,14 +284,14 @@ def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) ->
         return make()
     environment = sorted(item for item in os.environ.items() if _READ_BY_OBSTORE.match(item[0]))
     settings = [sorted(items.items()) for items in (out.config, out.client, out.retry)]
-    recipe = repr((place.bucket, settings, out.keys, environment))
-    with _keeping:
+    recipe = repr((parsed.bucket, settings, out.keys, environment))
+    with _kept_lock:
         found = _kept.pop(recipe, None)
-        if found is None or found.generation:
+        if found is None or found.renewal.count:
             # Renewed clients have other credentials than those in the recipe.
             found = make()
         # The most recently used client is the last one.
         _kept[recipe] = found
-        if len(_kept) > _MOST_KEPT:
+        if len(_kept) > _MAX_KEPT:
             del _kept[next(iter(_kept))]
         return found

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store import _aws
-from zarrckpt._store._url import Place, check_endpoint
+from zarrckpt._store._url import ParsedUrl, check_endpoint
 
 # obstore's default for a whole request with its body is 30 s, which is too short for 16 MiB over a slow network. With
 # this timeout a request that hangs still gets a second try within the retry_timeout.
@@ -52,7 +52,7 @@ _ALIASES = {
     },
 }
 
-_WAYS = {
+_SIGN_IN_METHODS = {
     "s3": (
         "skip_signature",
         "access_key_id secret_access_key session_token",
@@ -88,7 +88,7 @@ _CLIENT = """
 _SECONDS = ("connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "http2_keep_alive_timeout")
 
 _COMMON = "anon endpoint_url storage_class tags retry_config client_options redirect_hosts"
-_OFTEN_MEANT = {
+_SUGGESTED = {
     "s3": f"""
         {_COMMON} key secret token profile region request_payer server_side_encryption sse_kms_key_id
         sse_bucket_key_enabled sse_customer_key_base64 checksum_algorithm unsigned_payload virtual_hosted_style_request
@@ -96,37 +96,14 @@ _OFTEN_MEANT = {
     "gs": f"{_COMMON} token service_account service_account_key application_credentials bearer_token base_url",
     "az": f"{_COMMON} account_name account_key sas_token bearer_token tenant_id client_id client_secret",
 }
-_SAID_ELSEWHERE = {
-    "region_name": "region",
-    "aws_access_key_id": "key",
-    "aws_secret_access_key": "secret",
-    "aws_session_token": "token",
-    "username": "key",
-    "password": "secret",
-    "use_ssl": "endpoint_url",
-    "verify": "root_certificate",
-    "proxies": "proxy_url",
-    "requester_pays": "request_payer",
-    "BucketKeyEnabled": "sse_bucket_key_enabled",
-    "SSECustomerKey": "sse_customer_key_base64",
-    "Tagging": "tags",
-    "addressing_style": "virtual_hosted_style_request",
-    "payload_signing_enabled": "unsigned_payload",
-    "max_attempts": "retry_config",
-    "account_url": "endpoint_url",
-    "account_host": "endpoint_url",
-    "connection_string": "account_key",
-    "credential": "credential_provider=",
-    "session": "credential_provider=",
-}
-"""Names of s3fs, boto3 and adlfs, and the name of the same option here."""
+"""Options that errors suggest. obstore has a list of all only for type checkers."""
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass
-class Translated:
+class ClientArguments:
     """The arguments of an obstore client."""
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -145,44 +122,44 @@ class Translated:
     """Hosts that redirects may lead to in addition to the endpoint's, with their subdomains; "*" for all."""
 
 
-def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
+def translate(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> ClientArguments:
     """Translate options, environment and profile to the arguments of obstore's client. None means "not given"."""
-    out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(place.kind)
+    out, special = ClientArguments(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(parsed.kind)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
         if value is not None:
-            _refuse_controls(_bare(place.kind, name), name, value)
-            first, _ = given.setdefault(_bare(place.kind, name), (name, value))
+            _refuse_controls(_obstore_name(parsed.kind, name), name, value)
+            first, _ = given.setdefault(_obstore_name(parsed.kind, name), (name, value))
             if first != name:
                 raise StorageError(
                     f"storage_options contain {first!r} and {name!r}, which mean the same: pass one of them"
                 )
-    if _signs_in(place.kind, given, provider):
+    if _signs_in(parsed.kind, given, provider):
         # The caller's options take precedence over AWS_SKIP_SIGNATURE and similar variables.
         out.config["skip_signature"] = False
-    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[place.kind] if bare in given)
+    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[parsed.kind] if bare in given)
     out.fixed_credentials = next(fixed, None)
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
-        _apply(out, place.kind, bare, name, value)
-    match place.kind:
+        _set_option(out, parsed.kind, bare, name, value)
+    match parsed.kind:
         case "s3":
-            _complete_s3(out, place.bucket, extra)
+            _complete_s3(out, parsed.bucket, extra)
         case "gs":
             _complete_gs(out, extra)
         case _:
-            _complete_az(out, place.account)
+            _complete_az(out, parsed.account)
     out.renewable = out.fixed_credentials is None and not is_true(out.config.get("skip_signature"))
     return out
 
 
-_LINES = ("root_certificate", "proxy_ca_certificate", "service_account_key")
+_MULTILINE = ("root_certificate", "proxy_ca_certificate", "service_account_key")
 """Options that may be the content of a file, with line breaks."""
 
 
 def _refuse_controls(bare: str, name: str, value: Any) -> None:
     """Raise StorageError for a text that requests cannot contain, since obstore panics at many of them."""
-    if bare in _LINES or (bare == "token" and isinstance(value, Mapping)):
+    if bare in _MULTILINE or (bare == "token" and isinstance(value, Mapping)):
         return
     if isinstance(value, Mapping):
         for inner, item in value.items():
@@ -196,13 +173,14 @@ def _refuse_controls(bare: str, name: str, value: Any) -> None:
 
 
 def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:
-    """Return the error for an option that obstore does not have, with the names to use instead if there are any."""
+    """Return the error for an option that obstore does not have, with a similar name if there is one."""
+    known = [*_CLIENT.split(), *_SUGGESTED[cloud].split()]
+    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
+    hint = ""
     if isinstance(value, Mapping):
-        flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(cloud, inner))]
-        hint = f", which takes flat names{': ' if flat else ''}{', '.join(flat)}"
-    else:
-        found = [f"storage_options[{text!r}]" if text == name else repr(text) for text in _meant(cloud, name)]
-        hint = f": did you mean {' or '.join(found)}?" if found else ""
+        hint = ", which takes no nested options"
+    elif similar:
+        hint = f": did you mean {f'storage_options[{name!r}]' if similar[0] == name else repr(similar[0])}?"
     return StorageError(
         f"{table}[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
         "To use options of s3fs, gcsfs or adlfs, pass storage_options={'backend': 'fsspec', ...}"
@@ -212,7 +190,7 @@ def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_opti
 def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object) -> bool:
     """Whether the caller passes a way to sign in. Raises StorageError for two ways."""
     found = {} if provider is None else {"provider": "credential_provider"}
-    for way in _WAYS[cloud]:
+    for way in _SIGN_IN_METHODS[cloud]:
         for name, value in (given[bare] for bare in way.split() if bare in given):
             if way not in _SWITCHES or is_true(value):
                 found.setdefault(way, name)
@@ -222,32 +200,14 @@ def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object
     return bool(found) and "skip_signature" not in found
 
 
-def _meant(cloud: str, name: str) -> list[str]:
-    """Return names here that a misspelt name or one of another library may mean, the likeliest first."""
-    every = {name: name for name in " ".join([_CLIENT, *_OFTEN_MEANT.values()]).split()}
-    known = {other.replace("_", "").lower(): name for other, name in (every | _SAID_ELSEWHERE).items()}
-    bare = name.replace("_", "").lower()
-    near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=2, cutoff=0.7)
-    here = (*_CLIENT.split(), *_OFTEN_MEANT[cloud].split(), "credential_provider=")
-    return [name for name in dict.fromkeys(known[text] for text in near) if name in here]
-
-
-def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _inner_names(item)
-        else:
-            yield str(name)
-
-
-def _bare(cloud: str, name: str) -> str:
+def _obstore_name(cloud: str, name: str) -> str:
     """Return obstore's name for an option, without the cloud's prefix."""
     lower = name.lower()
     bare = next((lower.removeprefix(start) for start in _PREFIXES[cloud] if lower.startswith(start)), lower)
     return _ALIASES[cloud].get(bare, bare)
 
 
-def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> None:
+def _set_option(out: ClientArguments, cloud: str, bare: str, name: str, value: Any) -> None:
     if bare in _CLIENT.split():
         out.client[bare] = _client_value(bare, value)
     elif bare == "client_options":
@@ -265,7 +225,7 @@ def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> Non
         out.put["tags"] = {str(tag): str(item) for tag, item in _table("tags", value, {"team": "nlp"}).items()}
     elif isinstance(value, str | bool | int | os.PathLike):
         out.config[bare] = value if isinstance(value, bool) else str(value)
-    elif bare in (*_ALIASES[cloud].values(), *_OFTEN_MEANT[cloud].split()):
+    elif bare in (*_ALIASES[cloud].values(), *_SUGGESTED[cloud].split()):
         raise StorageError(f"the option {name} is a {type(value).__name__}: expected a str, an int, a bool or a path")
     else:
         raise unknown(cloud, name, value)
@@ -281,28 +241,28 @@ def _retry(value: Any) -> dict[str, Any]:
             if name not in defaults:
                 raise StorageError(f"retry_config has no {name!r}: expected {', '.join(defaults)}")
             if name == "max_retries" and type(item) is not int:
-                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
+                raise _wrong_value("retry_config['max_retries']", item, "a number such as 3")
             table[name] = item if name in ("max_retries", "base") else _seconds(f"retry_config[{name!r}]", item)
     return {**RETRY, **given, "backoff": {**_BACKOFF, **backoff}}
 
 
 def _table(name: str, value: Any, example: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _unlike(name, value, f"a mapping such as {dict(example)}")
+        raise _wrong_value(name, value, f"a mapping such as {dict(example)}")
     return value
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
     names = re.split("[ ,]+", value.strip(" ,")) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
-        raise _unlike(name, value, "a list of host names, such as ['cdn.example.com'], or '*'")
+        raise _wrong_value(name, value, "a list of host names, such as ['cdn.example.com'], or '*'")
     return tuple(filter(None, names))
 
 
 def _client_value(name: str, value: Any) -> Any:
     if name in _SECONDS:
         return _duration(name, value)
-    return _pem(value) if name in ("root_certificate", "proxy_ca_certificate") else value
+    return _read_certificate(value) if name in ("root_certificate", "proxy_ca_certificate") else value
 
 
 def _duration(name: str, value: Any) -> Any:
@@ -317,14 +277,14 @@ def _seconds(name: str, value: Any, otherwise: str = "") -> timedelta:
         return timedelta(seconds=value)
     if isinstance(value, timedelta):
         return value
-    raise _unlike(name, value, f"seconds, such as 30{otherwise}")
+    raise _wrong_value(name, value, f"seconds, such as 30{otherwise}")
 
 
-def _unlike(name: str, value: Any, expected: str) -> StorageError:
+def _wrong_value(name: str, value: Any, expected: str) -> StorageError:
     return StorageError(f"the option {name} is {value!r:.80}: expected {expected}")
 
 
-def _pem(value: Any) -> str:
+def _read_certificate(value: Any) -> str:
     """Return a certificate in PEM. The value is PEM text, PEM bytes or the name of a file."""
     text = value.decode() if isinstance(value, bytes) else os.path.expanduser(value)
     if "-----BEGIN" in text:
@@ -346,7 +306,7 @@ def _is_plain_http(endpoint: str | None) -> bool:
     return (endpoint or "").lower().startswith("http://")
 
 
-def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
+def _allow_plain_http(out: ClientArguments, endpoint: str | None) -> None:
     """Allow plain HTTP for an endpoint that begins with http://. Raises StorageError if it is no address."""
     if endpoint:
         check_endpoint(endpoint)
@@ -357,13 +317,13 @@ def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
 # -- S3
 
 
-def is_amazon(out: Translated) -> bool:
+def is_amazon(out: ClientArguments) -> bool:
     """Whether requests to S3 go to Amazon itself, which honours conditional puts."""
     endpoint = out.config.get("endpoint")
     return not endpoint or re.search(r"\.amazonaws\.com(\.cn)?(:\d+)?$", endpoint) is not None
 
 
-def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
+def _complete_s3(out: ClientArguments, bucket: str, profile: str | None) -> None:
     config = out.config
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
     anonymous = is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
@@ -381,14 +341,14 @@ def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
     # TLS protects the payload, and so does the loopback interface. Hashing the payload for the signature would cost one
     # core per GB/s. Over plain HTTP to another machine the signed payload is the only protection: an attacker on the
     # network could otherwise put other bytes with the same signature.
-    if not _aws.first_variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
+    if not _aws.first_variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_loopback(endpoint)):
         config.setdefault("unsigned_payload", True)
     bundle = _aws.first_variable("AWS_CA_BUNDLE")
     if bundle and "root_certificate" not in out.client:
-        out.client["root_certificate"] = _pem(bundle)
+        out.client["root_certificate"] = _read_certificate(bundle)
 
 
-def _use_keys(out: Translated, key: str | None, secret: str | None, token: str | None) -> None:
+def _use_keys(out: ClientArguments, key: str | None, secret: str | None, token: str | None) -> None:
     if not (key and secret):
         raise StorageError(
             "storage_options contain only one of key and secret (access key id and secret access key), or a token "
@@ -406,7 +366,7 @@ def _obstore_finds_credentials(config: Mapping[str, Any]) -> bool:
     return named or _aws.has_keys_in_environment()
 
 
-def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
+def _use_endpoint(out: ClientArguments, endpoint: str, bucket: str) -> None:
     endpoint = endpoint.rstrip("/")
     scheme, separator, host = endpoint.partition("://")
     if not separator:
@@ -419,7 +379,7 @@ def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
     _allow_plain_http(out, endpoint)
 
 
-def _is_here(endpoint: str | None) -> bool:
+def _is_loopback(endpoint: str | None) -> bool:
     """Whether a server's address is on the loopback interface."""
     host = urlsplit(endpoint or "").hostname or ""
     try:
@@ -431,7 +391,7 @@ def _is_here(endpoint: str | None) -> bool:
 # -- Google Cloud Storage and Azure
 
 
-def _complete_gs(out: Translated, token: Any) -> None:
+def _complete_gs(out: ClientArguments, token: Any) -> None:
     """Complete the options for Google Cloud Storage. gcsfs accepts several kinds of ``token``."""
     if isinstance(token, Mapping):
         out.config["service_account_key"] = json.dumps(dict(token))
@@ -447,7 +407,7 @@ def _complete_gs(out: Translated, token: Any) -> None:
     _allow_plain_http(out, out.config.get("base_url") or _aws.first_variable("GOOGLE_BASE_URL"))
 
 
-def _complete_az(out: Translated, account: str) -> None:
+def _complete_az(out: ClientArguments, account: str) -> None:
     named = out.config.setdefault("account_name", account) if account else ""
     if named != account:
         raise StorageError(f"the url names the account {account!r} but the option account_name is {named!r}: pass one")

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._aws import has_keys_in_environment
-from zarrckpt._store._options import Translated, is_true
+from zarrckpt._store._options import ClientArguments, is_true
 
 NO_PROXY_THERE = "http://127.0.0.1:0"
 """No server can listen on port 0."""
@@ -54,7 +54,7 @@ _OWN_CREDENTIALS = {
 """Options that need no server to sign in."""
 
 
-def restrict_redirects(kind: str, out: Translated) -> None:
+def restrict_redirects(kind: str, out: ClientArguments) -> None:
     """Restrict the redirects of a client (``s3``, ``gs``, ``az``) to its own hosts and ``redirect_hosts``.
 
     Raises StorageError if redirects to other hosts may be followed and requests contain secrets that these hosts would
@@ -76,13 +76,13 @@ def restrict_redirects(kind: str, out: Translated) -> None:
         _refuse_secret_headers(kind, out, why)
 
 
-def _endpoint(kind: str, out: Translated) -> str:
+def _endpoint(kind: str, out: ClientArguments) -> str:
     """Return the url of the server, or "" for the cloud's own servers."""
     variables = (os.environ.get(name) for name in _ENDPOINT_VARIABLES.get(kind, ()))
     return str(out.config.get(_ENDPOINTS[kind]) or next(filter(None, variables), ""))
 
 
-def _own_hosts(kind: str, out: Translated, endpoint: str) -> Iterator[str]:
+def _own_hosts(kind: str, out: ClientArguments, endpoint: str) -> Iterator[str]:
     """Yield the hosts that requests may go to: those of the storage and those from which obstore gets credentials.
 
     A domain includes all hosts below it.
@@ -100,7 +100,7 @@ def _own_hosts(kind: str, out: Translated, endpoint: str) -> Iterator[str]:
         yield "127.0.0.1"  # the emulator
 
 
-def _has_credentials(kind: str, out: Translated) -> bool:
+def _has_credentials(kind: str, out: ClientArguments) -> bool:
     """Whether obstore makes no request to sign in."""
     if out.credential_provider is not None or _is_anonymous(kind, out):
         return True
@@ -108,12 +108,12 @@ def _has_credentials(kind: str, out: Translated) -> bool:
     return given or (kind == "s3" and has_keys_in_environment())
 
 
-def _is_anonymous(kind: str, out: Translated) -> bool:
+def _is_anonymous(kind: str, out: ClientArguments) -> bool:
     variable = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[kind]
     return is_true(out.config.get("skip_signature", os.environ.get(f"{variable}_SKIP_SIGNATURE")))
 
 
-def _is_proxied(kind: str, out: Translated, endpoint: str) -> bool:
+def _is_proxied(kind: str, out: ClientArguments, endpoint: str) -> bool:
     """Whether requests go through a proxy. If so, obstore accepts no second proxy for the other hosts."""
     if out.client.get("proxy_url"):
         return True
@@ -150,7 +150,7 @@ def _host(text: str) -> str:
         return host
 
 
-def _refuse_secret_headers(kind: str, out: Translated, why: str) -> None:
+def _refuse_secret_headers(kind: str, out: ClientArguments, why: str) -> None:
     """Raise StorageError if requests contain secrets that another host would get with a redirect."""
     found = ["default_headers"] if out.client.get("default_headers") else []
     if kind == "s3":
@@ -166,7 +166,7 @@ def _refuse_secret_headers(kind: str, out: Translated, why: str) -> None:
         out.credential_provider = _WithoutToken(out.credential_provider, why)
 
 
-def _has_session_token(out: Translated) -> bool:
+def _has_session_token(out: ClientArguments) -> bool:
     """Whether requests contain a session token, as far as this is known before the first. Roles always have one."""
     if out.keys is not None:
         return bool(out.keys[2])

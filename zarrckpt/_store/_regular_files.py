@@ -9,7 +9,7 @@ import stat
 from zarrckpt._errors import CorruptCheckpointError
 
 MAX_WHOLE_BYTES = 512 << 20
-"""Maximum size in bytes of a file that is read as a whole. Documents are smaller, and chunks are read in parts."""
+"""Maximum size in bytes of an object that is read as a whole, unless its size is known. Documents are smaller."""
 
 _SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
@@ -30,11 +30,6 @@ def open_regular(path: str) -> int:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     kind = _SPECIAL_KINDS.get(stat.S_IFMT(mode), "a special file")
     raise CorruptCheckpointError(f"reading {path!r} is refused: it is {kind}, expected a regular file. Remove it")
-
-
-def check_regular(path: str) -> None:
-    """Raise what :func:`open_regular` raises."""
-    os.close(open_regular(path))
 
 
 def read_regular(path: str, limit: int = MAX_WHOLE_BYTES) -> bytes:

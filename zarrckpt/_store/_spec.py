@@ -1,18 +1,16 @@
-"""The picklable recipe for a store: the url or store and the options that a user passes, pickled without secrets.
-
-If a url and options can describe a ready store, they replace it, so that both cases share the same code. Only stores in
-memory and unknown kinds of stores are used directly.
-"""
+"""The picklable recipe for a store: the url or store and the options that a user passes, pickled without secrets."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store._base import Store
+from zarrckpt._store._ready_stores import ReadyStore, describe_store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url, scrub
 from zarrckpt._store._url import has_protocol, join_url, normalize, parse, text_of
 
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
     """The location of a checkpoint: a path, a url, or a ready store."""
 else:
     Url = str | os.PathLike[str] | Any
-
-_ACCEPTED = (
-    "a zarr store (zarr.storage.LocalStore, ObjectStore, FsspecStore, MemoryStore or another zarr.abc.store.Store), "
-    "or an obstore store"
-)
 
 
 def open_store(url: Url | None, **options: Any) -> Store:
@@ -80,17 +73,15 @@ class StoreSpec:
         self._durable = durable
         self.concurrency = concurrency
         path = url if isinstance(url, str | os.PathLike) else None
-        self._given = url is not None and path is None
-        self._store: Any = None
-        """A ready store that no url can describe, or None."""
-        self._in_memory = False
-        self._read_only = False
-        self._root = ""
-        """For a ready store: the url that describes it, or the path in it."""
-        if self._given:
+        self._ready: ReadyStore | None = None
+        if url is not None and path is None:
             if storage_options:
                 raise StorageError("storage_options belong to a url, not to a ready store")
-            self._take(url)
+            ready = describe_store(url)
+            self._options, self._provider = dict(ready.options), ready.provider
+            self._ready = replace(ready, options={}, provider=None)
+        self._store = None if self._ready is None else self._ready.store
+        """A ready store that no url can describe, or None. The address is the path in it."""
         self._address = self._resolve(path)
         self._pid = os.getpid()
         self._opened: tuple[int, Store] | None = None
@@ -122,7 +113,7 @@ class StoreSpec:
             store = self._make()
             if self.concurrency is not None:
                 store.max_concurrency = self.concurrency
-            if self._read_only:
+            if self._ready is not None and self._ready.read_only:
                 store.refuse_changes()
             self._opened = (os.getpid(), store)
         return self._opened[1]
@@ -136,7 +127,7 @@ class StoreSpec:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._in_memory:
+        if self._ready is not None and self._ready.in_memory:
             raise StorageError(
                 f"{type(self._store).__name__} lives in this process's memory and cannot be sent to another one: "
                 "use a path or a url that both can reach"
@@ -149,19 +140,20 @@ class StoreSpec:
                 f"or a class of a module ({type(error).__name__}: {error})"
             ) from error
         address = self._address if scrub(self._address) == self._address else MARKER + self.url
-        hidden = {"_options": redact(self._options), "_address": address, "_root": scrub(self._root)}
+        ready = self._ready and replace(self._ready, root=scrub(self._ready.root))
+        hidden = {"_options": redact(self._options), "_address": address, "_ready": ready}
         return _rebuild, ({**self.__dict__, **hidden, "_opened": None},)
 
     # -- inside
 
     def _resolve(self, url: str | os.PathLike[str] | None) -> str:
-        if not self._given:
+        if self._ready is None:
             return "" if url is None else normalize(url)
         text = "" if url is None else text_of(url)
         if has_protocol(text):
             raise StorageError(f"with a ready store, the url must be a path in that store, got {redact_url(text)!r}")
-        text = text.strip("/")
-        return f"{self._root}/{text}".strip("/") if self._store is not None else join_url(self._root, text)
+        text, root = text.strip("/"), self._ready.root
+        return f"{root}/{text}".strip("/") if self._store is not None else join_url(root, text)
 
     def _moved(self, address: str) -> StoreSpec:
         return _rebuild({**self.__dict__, "_address": address, "_opened": None})
@@ -172,8 +164,12 @@ class StoreSpec:
                 f"{self.url}: secrets are not pickled, so this process has no credentials for it. Pass them by "
                 "environment variables (AWS_ACCESS_KEY_ID ...), a profile, or a picklable credential_provider"
             )
-        if self._in_memory or self._address.startswith("memory:"):
-            self._same_process()
+        in_memory = self._ready is not None and self._ready.in_memory
+        if (in_memory or self._address.startswith("memory:")) and self._pid != os.getpid():
+            raise StorageError(
+                f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
+                "processes can reach"
+            )
         if isinstance(self._store, Store):
             if self._address:
                 kind = type(self._store).__name__
@@ -182,108 +178,34 @@ class StoreSpec:
         if self._store is not None:
             from zarrckpt._store._zarr import WrappedZarrStore
 
-            return WrappedZarrStore(self._store, self._address, self._in_memory)
+            return WrappedZarrStore(self._store, self._address, in_memory)
         if not self._address:
             raise StorageError("there is no url: pass one. latest() returns None if no checkpoint is committed")
         return self._from_url()
 
     def _from_url(self) -> Store:
-        place, options = parse(self._address), dict(self._options)
+        parsed, options = parse(self._address), dict(self._options)
         backend = options.pop("backend", None)
-        backends = ("fsspec",) if place.kind in ("local", "fsspec") else ("obstore", "fsspec")
+        backends = ("fsspec",) if parsed.kind in ("local", "fsspec") else ("obstore", "fsspec")
         if backend is not None and backend not in backends:
             raise StorageError(f"{self.url}: the option backend is {backend!r}: expected {' or '.join(backends)}")
-        through_fsspec = place.kind == "fsspec" or backend == "fsspec"
-        if self._provider is not None and (through_fsspec or place.kind == "local"):
+        through_fsspec = parsed.kind == "fsspec" or backend == "fsspec"
+        if self._provider is not None and (through_fsspec or parsed.kind == "local"):
             raise StorageError(f"{self.url}: a credential_provider is only for s3://, gs:// and az:// through obstore")
         if through_fsspec:
             from zarrckpt._store._fsspec import FsspecStore
 
             return FsspecStore(self._address, options)
-        if place.kind == "local":
+        if parsed.kind == "local":
             from zarrckpt._store._local import LocalStore
 
             if options:
-                raise StorageError(f"{place.path!r} is a local path, which has no storage_options (got {[*options]})")
-            return LocalStore(place.path, self._durable)
+                raise StorageError(f"{parsed.path!r} is a local path, which has no storage_options (got {[*options]})")
+            return LocalStore(parsed.path, self._durable)
         from zarrckpt._store._obstore import ObstoreStore
         from zarrckpt._store._obstore_client import open_client
 
-        return ObstoreStore(open_client(place, options, self._provider), self.url)
-
-    def _same_process(self) -> None:
-        if self._pid != os.getpid():
-            raise StorageError(
-                f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
-                "processes can reach"
-            )
-
-    # -- ready stores
-
-    def _take(self, store: Any) -> None:
-        """Replace a ready store by its url and options, or keep it. Raises StorageError for an unsupported object."""
-        if isinstance(store, Store):
-            self._store, self._in_memory = store, True
-            return
-
-        import obstore.store as clients
-        from zarr import storage
-        from zarr.abc.store import Store as ZarrStore
-
-        path = ""
-        if isinstance(store, storage.StorePath):
-            store, path = store.store, store.path
-        self._read_only = isinstance(store, ZarrStore) and store.read_only
-        client = store.store if isinstance(store, storage.ObjectStore) else store
-        if isinstance(store, storage.LocalStore):
-            self._root = str(store.root)
-        elif isinstance(client, clients.LocalStore):
-            if client.prefix is None:
-                raise StorageError("this obstore LocalStore has no folder: make it with LocalStore(prefix)")
-            self._root = str(client.prefix)
-        elif isinstance(client, clients.S3Store | clients.GCSStore | clients.AzureStore):
-            self._take_client(client)
-        elif isinstance(store, storage.FsspecStore):
-            self._take_filesystem(store)
-        elif isinstance(client, clients.MemoryStore):
-            self._store, self._in_memory = storage.ObjectStore(client), True
-        elif isinstance(store, ZarrStore) and client is store:
-            self._store, self._in_memory = store, isinstance(store, storage.MemoryStore)
-        elif isinstance(client, clients.ObjectStore):
-            kind = type(client).__name__
-            raise StorageError(f"an obstore {kind} cannot hold checkpoints: expected {_ACCEPTED}, or a url")
-        else:
-            raise StorageError(
-                f"the url is a {type(store).__module__}.{type(store).__name__}: expected a url, a path, {_ACCEPTED}"
-            )
-        self._root = path if self._store is not None else join_url(self._root, path)
-
-    def _take_client(self, client: Any) -> None:
-        protocol = {"S3Store": "s3", "GCSStore": "gs"}.get(type(client).__name__, "az")
-        config = dict(client.config)
-        bucket = config.pop("container_name" if protocol == "az" else "bucket")
-        if "endpoint_url_s3" in config:
-            # It takes precedence over ``endpoint``.
-            config["endpoint"] = config.pop("endpoint_url_s3")
-        self._root = f"{protocol}://{bucket}/{client.prefix or ''}".rstrip("/")
-        self._options = {**config, "client_options": client.client_options, "retry_config": client.retry_config}
-        self._provider = client.credential_provider
-
-    def _take_filesystem(self, store: Any) -> None:
-        import fsspec
-        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-
-        fs = store.fs.sync_fs if isinstance(store.fs, AsyncFileSystemWrapper) else store.fs
-        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-        if fs.storage_args or fsspec.get_filesystem_class(protocol) is not type(fs):
-            raise StorageError(
-                f"the filesystem {type(fs).__name__} of this FsspecStore cannot be opened again by a url: pass the url "
-                "and storage_options instead"
-            )
-        options = {name: value for name, value in fs.storage_options.items() if name not in ("asynchronous", "loop")}
-        # The paths of an HTTP filesystem are urls.
-        self._root = store.path if has_protocol(store.path) else f"{protocol}://{store.path.lstrip('/')}"
-        self._options = {**options, "backend": "fsspec"}
+        return ObstoreStore(open_client(parsed, options, self._provider), self.url)
 
 
 def _rebuild(state: dict[str, Any]) -> StoreSpec:

@@ -45,7 +45,7 @@ RESOLVERS = {"async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cache
 
 
 @dataclass(frozen=True)
-class Place:
+class ParsedUrl:
     """A parsed url. Its ``kind`` is "local", "s3", "gs", "az" or "fsspec"."""
 
     kind: str
@@ -80,15 +80,15 @@ def normalize(url: str | os.PathLike[str]) -> str:
     return text[:root] + text[root:].rstrip("/")
 
 
-def parse(url: str | os.PathLike[str]) -> Place:
+def parse(url: str | os.PathLike[str]) -> ParsedUrl:
     """Parse a url. Raises StorageError for a url that no store supports."""
     address = normalize(url)
     found = _PROTOCOL.match(address)
     if found is None and not _begins_chain(address):
-        return Place("local", address, path=address)
+        return ParsedUrl("local", address, path=address)
     protocol = found[1].lower() if found else ""
     if found is None or protocol not in CLOUD:
-        return Place("fsspec", address)
+        return ParsedUrl("fsspec", address)
     bucket, _, path = address[found.end() :].partition("/")
     account = ""
     if CLOUD[protocol] == "az" and "@" in bucket:
@@ -99,7 +99,7 @@ def parse(url: str | os.PathLike[str]) -> Place:
             f"{redact_url(address)!r} names no bucket: expected {protocol}://bucket/path. Pass credentials in the "
             "environment or storage_options, and an endpoint in storage_options"
         )
-    return Place(CLOUD[protocol], address, bucket, path.strip("/"), account)
+    return ParsedUrl(CLOUD[protocol], address, bucket, path.strip("/"), account)
 
 
 def has_protocol(text: str) -> bool:

@@ -24,13 +24,13 @@ def local_path(target: str | os.PathLike[str]) -> str:
     Raises StorageError for any other url, and for text that looks like a mistyped one. Exports, reports and imported
     files must be on local disks.
     """
-    place = parse(target)
-    if place.kind != "local":
+    parsed = parse(target)
+    if parsed.kind != "local":
         raise StorageError(
-            f"{redact_url(place.address)} is a url, but exports, reports and imported files must be local. Copy them "
+            f"{redact_url(parsed.address)} is a url, but exports, reports and imported files must be local. Copy them "
             "from there or to there, or use zarrckpt.copy"
         )
-    return place.path
+    return parsed.path
 
 
 def local_file(target: str | os.PathLike[str]) -> str:

@@ -17,14 +17,13 @@ from zarr.storage import FsspecStore, ObjectStore, WrapperStore
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, byte_views
 from zarrckpt._store._client_store import ClientStore
-from zarrckpt._store._conditional_puts import Honoured
-from zarrckpt._store._zarr_readers import PrefixStore
+from zarrckpt._store._conditional_puts import ConditionSupport
 
 T = TypeVar("T")
 
 # Zarr's interface has no conditional puts with a result. This lock makes them exact within one process.
 _LOCK = ForkSafeLock(threading.RLock)
-_AT_ONCE = 32
+_CALLS_AT_ONCE = 32
 
 
 class WrappedZarrStore(ClientStore):
@@ -36,20 +35,20 @@ class WrappedZarrStore(ClientStore):
 
     def __init__(self, store: ZarrStore, path: str, in_memory: bool) -> None:
         url = f"{type(store).__name__}/{path}".rstrip("/")
-        super().__init__(url, path, Honoured(in_memory, in_memory), _LOCK)
+        super().__init__(url, path, ConditionSupport(in_memory, in_memory), _LOCK)
         self._store = store
         self._in_memory = in_memory
         self.lists_all = _lists_all(store)
         self._buffers = default_buffer_prototype()
 
-    def get_named(self, name: str, most: int) -> bytes:
-        answer = self._wait(lambda: self._store.get(name, self._buffers))
-        if answer is None:
-            raise FileNotFoundError(name)
-        return answer.to_bytes()
+    def get_named(self, name: str, max_bytes: int) -> bytes:
+        return self._get_part(name, None)
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
-        answer = self._wait(lambda: self._store.get(name, self._buffers, RangeByteRequest(start, end)))
+        return self._get_part(name, RangeByteRequest(start, end))
+
+    def _get_part(self, name: str, part: RangeByteRequest | None) -> bytes:
+        answer = self._wait(lambda: self._store.get(name, self._buffers, part))
         if answer is None:
             raise FileNotFoundError(name)
         return answer.to_bytes()
@@ -103,9 +102,6 @@ class WrappedZarrStore(ClientStore):
         found = self._waited(f"listing {prefix!r}", fetch)
         return [name for name, is_object in found if is_object], [name for name, is_object in found if not is_object]
 
-    def zarr_store(self) -> ZarrStore:
-        return PrefixStore(self._store, self._folder)
-
     def _start(self, prefix: str) -> str:
         """Return the prefix of the names of all objects below a folder."""
         return f"{self.folder(prefix)}/" if self.folder(prefix) else ""
@@ -143,7 +139,7 @@ def _lists_all(store: ZarrStore) -> bool:
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Return all results in order, with at most 32 calls at a time."""
-    slots = asyncio.Semaphore(_AT_ONCE)
+    slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def one(call: Awaitable[T]) -> T:
         async with slots:
