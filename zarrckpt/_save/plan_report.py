@@ -17,8 +17,8 @@ from zarrckpt._jobs import check_limits
 from zarrckpt._options import SaveOptions, checked_options
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.plan import SavePlan
+from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
