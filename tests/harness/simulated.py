@@ -357,7 +357,7 @@ class Rounds:
 
 
 @contextlib.contextmanager
-def _joined(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
+def _open_rounds(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
     assert ranks.group is None and not ranks.no_dist
     calls = _here.calls = _here.calls + 1
     yield Rounds(f"{call}, call {calls}")
@@ -412,7 +412,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Replace everything that needs a process group, in every module that imports it, for the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
+    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "pieces_connected": _connected}
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [

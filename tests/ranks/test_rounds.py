@@ -34,7 +34,7 @@ from zarrckpt._ranks import call_group, joining, links, mesh
 from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._ranks.rounds import Rounds, open_rounds
 
 c10d: Any = dist  # its stubs lack the stores
 
@@ -108,7 +108,7 @@ def me() -> int:
 
 
 def call(name: str = "save to a", timeout: float = 20.0, ranks: Ranks | None = None, **options: Any) -> Any:
-    return joined(ranks or Ranks(), name, timeout, **options)
+    return open_rounds(ranks or Ranks(), name, timeout, **options)
 
 
 def works(timeout: float = 20.0, ranks: Ranks | None = None) -> bool:
@@ -184,7 +184,7 @@ def test_messages_are_forwarded_along_the_tree() -> None:
 
 
 def test_one_process_raises_errors_unchanged() -> None:
-    with joined(Ranks(), "save", 1.0) as rounds:
+    with open_rounds(Ranks(), "save", 1.0) as rounds:
         assert rounds.merge("a", lambda: 2, lambda all: [*all, 3]) == [2, 3]
         assert error_of(lambda: one_round(rounds, lambda: 1 / 0), ZeroDivisionError) == "division by zero"
 
@@ -723,11 +723,11 @@ SCRIPT = """
 import sys, threading, time
 import torch.distributed as dist
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import joined
+from zarrckpt._ranks.rounds import open_rounds
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 def calls():
     while True:
-        with joined(Ranks(), "save", 20.0) as rounds:
+        with open_rounds(Ranks(), "save", 20.0) as rounds:
             rounds.merge("a", lambda: 1, sum)
         if sys.argv[3] == "once":
             return

@@ -26,7 +26,7 @@ B = TypeVar("B")
 
 
 @contextlib.contextmanager
-def joined(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
+def open_rounds(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
     """Yield the rounds of one call ('save to s3://..'), which all these ranks must make.
 
     ``timeout`` is the maximum time in seconds without an arrival or progress. Calls with different ``queue`` names run
