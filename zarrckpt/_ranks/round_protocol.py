@@ -200,9 +200,10 @@ class RoundProtocol:
         self.round = Round(name, self.round.number + 1, now, is_stoppable)
         self.round.forget_arrived(self._group)
         later, self._later = self._later, []
+        lost, self._lost_late = self._lost_late, []
         for peer, message in later:
             self.receive(peer, message, now)
-        for peer in self._lost_late:
+        for peer in lost:
             self.lose(peer)
 
     def end_work(self, item: Item, used_pieces: bool, now: float) -> None:
