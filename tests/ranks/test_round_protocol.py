@@ -48,10 +48,12 @@ class Plan:
     failing: frozenset[tuple[int, int, int]] = frozenset()
     """(rank, call, round) of work that fails."""
     faults: tuple[tuple[str, int], ...] = ()
-    """Faults that may happen at any time: kill, freeze, interrupt or leave, with the rank."""
+    """Faults that may happen at any time: kill, freeze, interrupt, or close the kept connections; with the rank."""
     names: tuple[str, ...] = ("a",) * 5
     """The call that each rank makes."""
     stoppable: bool = True
+    pieces: bool = False
+    """Whether ranks use pieces."""
 
 
 @dataclass
@@ -95,12 +97,13 @@ class Job:
     # -- what can happen next
 
     def events(self) -> list[Event]:
-        faults = [
-            Event(kind, number)
-            for kind, number in self.faults
-            if self.ranks[number].is_alive and (kind in ("kill", "freeze") or self.ranks[number].state != "begin call")
-        ]
+        faults = [Event(kind, number) for kind, number in self.faults if self._can_fail(kind, self.ranks[number])]
         return [*self.normal_events(), *faults]
+
+    def _can_fail(self, kind: str, rank: Rank) -> bool:
+        if kind == "close":
+            return rank.state == "begin call" and rank.mesh >= 0
+        return rank.is_alive and (kind != "interrupt" or rank.state != "begin call")
 
     def normal_events(self) -> list[Event]:
         found = []
@@ -140,15 +143,18 @@ class Job:
             self._begin_call(event.rank, event.peer == 1)
         elif event.kind == "connect":
             self._connect_all()
+        elif event.kind == "close":
+            self.faults.remove(("close", event.rank))
+            self._close(event.rank)
         elif event.kind in ("kill", "freeze"):
             self._lose_rank(event.rank, event.kind)
         elif protocol is None:
-            assert event.kind in ("interrupt", "leave") and rank.state == "joining"
+            assert event.kind == "interrupt" and rank.state == "joining"
             self._note_fault(event.kind, event.rank)
             rank.state = "ended"
         else:
             self._pass(event, rank, protocol)
-            if event.kind in ("interrupt", "leave"):
+            if event.kind == "interrupt":
                 self._end_call(event.rank, [])
                 rank.state = "ended"
             else:
@@ -166,9 +172,9 @@ class Job:
             rank.state = "waiting"
             if (event.rank, *name) in self.plan.failing and not protocol.is_stopped:
                 self.failed.add((event.rank, *name))
-                protocol.end_work((FAILED, self._failure(event.rank)), False, self.now)
+                protocol.end_work((FAILED, self._failure(event.rank)), self.plan.pieces, self.now)
             else:
-                protocol.end_work((RESULT, encode([event.rank, *name])), False, self.now)
+                protocol.end_work((RESULT, encode([event.rank, *name])), self.plan.pieces, self.now)
         elif event.kind == "decide":
             results, failures = protocol.round.outcomes(self._group(event.rank))
             answer: Any = (FAILED, failures) if failures else (RESULT, encode([decode(data) for data in results]))
@@ -299,6 +305,8 @@ class Job:
             if not any(rank.is_alive for rank in self.ranks):
                 return
             assert self.now < end, [rank.state for rank in self.ranks]
+            # Only silent and absent ranks are waited for.
+            assert any(rank.state == "frozen" or self._is_joining(rank) for rank in self.ranks)
             self.pass_time()
 
     def pass_time(self, seconds: float = 1.0) -> None:
@@ -402,7 +410,7 @@ def plans(draw: st.DrawFn) -> Plan:
     size, calls, rounds = draw(st.integers(2, 5)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     ranks = st.integers(0, size - 1)
     work = st.tuples(ranks, st.integers(1, calls), st.integers(1, rounds))
-    faults = st.tuples(st.sampled_from(["kill", "freeze", "interrupt"]), ranks)
+    faults = st.tuples(st.sampled_from(["kill", "freeze", "interrupt", "close"]), ranks)
     return Plan(
         size,
         calls,
@@ -411,6 +419,7 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.frozensets(work, max_size=2)),
         tuple(draw(st.lists(faults, max_size=2, unique_by=lambda fault: fault[1]))),
         stoppable=draw(st.booleans()),
+        pieces=draw(st.booleans()),
     )
 
 
@@ -466,6 +475,35 @@ def test_a_fault_interrupts_the_work_of_all_others(fault: str, fanout: int, monk
         assert all(rank.interrupted for number, rank in enumerate(job.ranks) if number != victim)
         job.run_to_end()
         job.check()
+
+
+def test_the_error_of_a_rank_that_ends_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = working(4, 32, monkeypatch, failing=frozenset({(1, 1, 1)}), faults=(("kill", 1),))
+    end_work(job, 1)
+    job.handle(Event("kill", 1))
+    job.run_to_end()
+    for number in (0, 2, 3):
+        (failure,) = job.ranks[number].answers.get((1, 1)) or job.ranks[number].broken
+        assert failure.text == f"rank {FIRST + 1} failed"
+
+
+def test_an_error_while_ranks_rejoin_interrupts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = working(3, 32, monkeypatch, calls=2, failing=frozenset({(1, 2, 1)}), faults=(("close", 2),))
+    end_work(job, 0, 1, 2)
+    job.handle(Event("decide", 0))
+    deliver_all(job)
+    job.handle(Event("close", 2))
+    for rank in (0, 1):
+        job.handle(Event("begin call", rank))
+        job.handle(Event("begin round", rank))
+    deliver_all(job)
+    end_work(job, 1)
+    for event in (Event("begin call", 2), Event("connect", 0), Event("begin round", 2)):
+        job.handle(event)
+    deliver_all(job)
+    assert job.ranks[0].interrupted and job.ranks[2].interrupted
+    job.run_to_end()
+    job.check()
 
 
 def test_work_that_cannot_stop_is_done_and_all_its_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
