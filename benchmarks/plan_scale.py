@@ -41,8 +41,8 @@ from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.holders import GlobalState, gather_boxes, gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, Sharding, mesh_boxes
+from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
-from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._save import agree
 from zarrckpt._save.plan_report import report_of
 
@@ -278,7 +278,7 @@ class Coordinator:
             ({place: items[place] for place in places}, {calls: places} if self._round == 1 else {}, False)
             for places in below
         ]
-        messages = [encode_message(Message("final", 1, self._round, body)) for body in bodies]
+        messages = [encode_message(Message("results", 1, self._round, body)) for body in bodies]
         self.received += sum(map(len, messages))
         gc.collect()
         began = time.process_time()

@@ -240,7 +240,7 @@ def _forget_meshes() -> None:
     if "zarrckpt._ranks.mesh" in sys.modules:
         from zarrckpt._ranks import mesh
 
-        mesh.forget_all()
+        mesh.close_all_meshes()
     if "zarrckpt._dcp.channel" in sys.modules:
         from zarrckpt._dcp import channel
 
@@ -261,7 +261,7 @@ def idle_meshes() -> dict[tuple[tuple[int, ...], str], str]:
 
     Called in one of the processes that these tests start.
     """
-    from zarrckpt._ranks.mesh import _places
+    from zarrckpt._ranks.mesh import _slots
 
-    kept = {key: place.mesh for key, place in _places.items() if place.mesh is not None and place.mesh.usable(None)}
+    kept = {key: slot.mesh for key, slot in _slots.items() if slot.mesh is not None and slot.mesh.is_usable(None)}
     return {key: mesh._addresses.name for key, mesh in kept.items()}

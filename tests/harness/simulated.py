@@ -38,7 +38,7 @@ from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
 from zarrckpt._format import wire
 from zarrckpt._jobs import in_thread
-from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
+from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, raise_together, select_causes
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._save import agree
 from zarrckpt._store import ObjectInfo, Store, StoreSpec, Versioned
@@ -320,7 +320,7 @@ class Rounds:
         try:
             said: Any = wire.encode(mine())
         except Exception as err:
-            error, said = err, failure_of(err, self.members[self.rank])
+            error, said = err, Failure.of_error(err, self.members[self.rank])
             if self._pieces is not None:
                 self._pieces.close()  # ranks that wait for this one must notice
         _world().send(("up", self.rank), (self._call, said))
@@ -341,11 +341,11 @@ class Rounds:
         assert {call for call, _ in found} == {self._call}, f"the ranks are in different calls: {found}"
         failures = [said for _, said in found if isinstance(said, Failure) and said.kind != StoppedByOthers.__name__]
         if failures:
-            return causes(failures), error
+            return select_causes(failures), error
         try:
             return wire.encode(decide([wire.decode(said) for _, said in found])), None
         except Exception as err:
-            return [failure_of(err, self.members[0])], err
+            return [Failure.of_error(err, self.members[0])], err
 
     def progressed(self) -> None:
         pass
@@ -357,7 +357,7 @@ class Rounds:
 
 
 @contextlib.contextmanager
-def _joined(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
+def _open_rounds(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
     assert ranks.group is None and not ranks.no_dist
     calls = _here.calls = _here.calls + 1
     yield Rounds(f"{call}, call {calls}")
@@ -412,7 +412,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Replace everything that needs a process group, in every module that imports it, for the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
+    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "pieces_connected": _connected}
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [

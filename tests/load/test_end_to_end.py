@@ -264,7 +264,7 @@ def _without_cpu_backend(folder: str) -> str:
         assert len(report.rank_bytes) == world_size
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "is_gloo_available", lambda: False)
-            meshes.forget_all()
+            meshes.close_all_meshes()
             with pytest.raises(zarrckpt.CheckpointError) as caught:
                 zarrckpt.async_save(state, f"{folder}/none")
         return str(caught.value)

@@ -30,7 +30,7 @@ import zarrckpt
 from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._plan import owners
-from zarrckpt._ranks.mesh import _places
+from zarrckpt._ranks.mesh import _slots
 from zarrckpt._ranks.pieces import Pieces
 from zarrckpt._ranks.rounds import Rounds
 from zarrckpt._read.catalog import Catalog
@@ -248,8 +248,8 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
             patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),
         ):
             saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
-    (mesh,) = (place.mesh for place in _places.values() if place.mesh is not None and place.mesh.usable(None))
-    return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.edges})
+    (mesh,) = (slot.mesh for slot in _slots.values() if slot.mesh is not None and slot.mesh.is_usable(None))
+    return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.tree.edges})
 
 
 @pytest.mark.parametrize(

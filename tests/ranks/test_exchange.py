@@ -57,9 +57,9 @@ from zarrckpt._dcp import channel
 from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._plan import owners
 from zarrckpt._ranks import links
+from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.joining import CallGroup
-from zarrckpt._ranks.mesh import made
+from zarrckpt._ranks.mesh import connect_mesh
 from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._store import Buffer
 from zarrckpt._store._local import LocalStore
@@ -644,7 +644,7 @@ def _leave_at_once(how: str, slow: int) -> str:
                     if dist.get_rank() == 1:
                         raise Injected
             else:
-                mesh = made(CallGroup(ALL, dist.get_rank(), "foreground", "left at once", 10.0))
+                mesh = connect_mesh(CallGroup(ALL, dist.get_rank(), "foreground", "left at once", 10.0))
                 if dist.get_rank() == 1:
                     mesh.close()
                 dist.barrier()

@@ -30,11 +30,11 @@ from harness.ranks import context, run_ranks
 
 from zarrckpt import CheckpointError
 from zarrckpt._errors import KeyMismatchError, StorageError
-from zarrckpt._ranks import joining, links, mesh
-from zarrckpt._ranks import rounds as rounds_module
+from zarrckpt._ranks import call_group, joining, links, mesh
+from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._ranks.rounds import Rounds, open_rounds
 
 c10d: Any = dist  # its stubs lack the stores
 
@@ -108,7 +108,7 @@ def me() -> int:
 
 
 def call(name: str = "save to a", timeout: float = 20.0, ranks: Ranks | None = None, **options: Any) -> Any:
-    return joined(ranks or Ranks(), name, timeout, **options)
+    return open_rounds(ranks or Ranks(), name, timeout, **options)
 
 
 def works(timeout: float = 20.0, ranks: Ranks | None = None) -> bool:
@@ -144,15 +144,15 @@ def in_call(mine: Callable[[], Any], timeout: float = 20.0, stop: Callable[[], N
 
 @contextlib.contextmanager
 def narrow_tree() -> Iterator[None]:
-    before, mesh.FANOUT = mesh.FANOUT, 2
+    before, call_group.FANOUT = call_group.FANOUT, 2
     try:
         yield
     finally:
-        mesh.FANOUT = before
+        call_group.FANOUT = before
 
 
 def kept() -> list[Any]:
-    return [place.mesh for place in mesh._places.values() if place.mesh is not None]
+    return [slot.mesh for slot in mesh._slots.values() if slot.mesh is not None]
 
 
 # Results of rounds.
@@ -169,22 +169,22 @@ def _agrees() -> list[Any]:
     return answers
 
 
-def test_all_have_the_coordinators_answer_on_connections_that_are_kept() -> None:
+def test_all_ranks_get_the_answer_over_kept_connections() -> None:
     expected = [True, True, [0, 1000, 2000, 3000], 3_000_000, True]
     assert run_ranks(_agrees) == [expected] * 4
 
 
 def _agrees_narrow() -> Any:
     with narrow_tree():
-        return works() and works() and len(kept()[0].edges)
+        return works() and works() and len(kept()[0].tree.edges)
 
 
-def test_messages_go_through_ranks_in_between() -> None:
+def test_messages_are_forwarded_along_the_tree() -> None:
     assert run_ranks(_agrees_narrow, world_size=7) == [2, 3, 3, 1, 1, 1, 1]
 
 
-def test_a_process_alone_says_nothing_and_raises_errors_as_they_are() -> None:
-    with joined(Ranks(), "save", 1.0) as rounds:
+def test_one_process_raises_errors_unchanged() -> None:
+    with open_rounds(Ranks(), "save", 1.0) as rounds:
         assert rounds.merge("a", lambda: 2, lambda all: [*all, 3]) == [2, 3]
         assert error_of(lambda: one_round(rounds, lambda: 1 / 0), ZeroDivisionError) == "division by zero"
 
@@ -206,7 +206,7 @@ def _fails_in(ranks: Ranks, mine: Callable[[], Any]) -> None:
         one_round(rounds, mine)
 
 
-def test_a_sub_group_is_apart_and_errors_name_global_ranks() -> None:
+def test_errors_in_a_sub_group_name_global_ranks() -> None:
     failed = (True, "rank 3 failed with ZeroDivisionError: division by zero (failed ranks: 3)")
     assert run_ranks(_sub_group_call, world_size=5) == [(True, True), failed, (True, True), failed, failed]
 
@@ -233,7 +233,7 @@ def _own_error(failing: dict[int, Exception]) -> Any:
         return type(err).__name__, str(err), err.__notes__, at_own, len(kept()) == 1 and works()
 
 
-def test_an_error_of_ours_is_raised_on_all_ranks_and_keeps_connections() -> None:
+def test_an_error_is_raised_by_all_and_keeps_connections() -> None:
     answers = run_ranks(_own_error, {1: StorageError("no space"), 3: KeyMismatchError("b\nc")})
     text = ("StorageError", "no space", ["(failed on rank 1, 3)"])
     assert [answer[:3] for answer in answers] == [text] * 4
@@ -251,7 +251,7 @@ def _foreign_error() -> Any:
         return str(err), type(err.__cause__).__name__, hasattr(err, "__notes__")
 
 
-def test_another_error_becomes_the_text_and_on_its_rank_the_cause() -> None:
+def test_a_foreign_error_is_the_cause_on_its_rank() -> None:
     text = "rank 2 failed with IndexError: list index out of range (failed ranks: 2, 3)"
     nowhere = (text, "NoneType", False)
     assert run_ranks(_foreign_error) == [nowhere, nowhere, (text, "IndexError", False), nowhere]
@@ -270,7 +270,7 @@ def _decide_fails(unsendable: bool) -> Any:
     return error_of(round), works()
 
 
-def test_an_error_of_the_coordinators_decision_is_raised_on_every_rank() -> None:
+def test_an_error_in_the_decision_is_raised_by_all() -> None:
     assert run_ranks(_decide_fails, False) == [("not committed\n(failed on rank 0)", True)] * 4
     answers = run_ranks(_decide_fails, True)
     assert all(answer == answers[0] and "sent to another rank" in answer[0] for answer in answers)
@@ -299,30 +299,10 @@ def _stopped() -> Any:
         return error, stops, took < SOON, works() and kept()[0] is mesh_before
 
 
-def test_the_others_are_stopped_when_one_has_failed() -> None:
+def test_work_on_other_ranks_stops_if_one_fails() -> None:
     answers = run_ranks(_stopped)
     assert [answer[1] for answer in answers] == [[True], [], [True], []]
     assert all(answer[::2] == ("full\n(failed on rank 3)", True) and answer[3] for answer in answers)
-
-
-def _does_not_stop() -> Any:
-    before, rounds_module.DRAIN_SECONDS = rounds_module.DRAIN_SECONDS, 0.5
-
-    def mine() -> None:
-        if me() == 3:
-            raise StorageError("full")
-        time.sleep(2.5 if me() == 2 else 0)
-
-    try:
-        return *said(lambda: in_call(mine)), kept(), works()
-    finally:
-        rounds_module.DRAIN_SECONDS = before
-
-
-def test_the_others_wait_but_so_long_for_work_that_does_not_stop() -> None:
-    answers = run_ranks(_does_not_stop)
-    assert all(answer[0] == "full\n(failed on rank 3)" and answer[2:] == ([], True) for answer in answers)
-    assert [answer[1] < 2 for answer in answers] == [True, True, False, True]
 
 
 def _leaves() -> Any:
@@ -336,7 +316,7 @@ def _leaves() -> Any:
     return error_of(rounds_of_all, StorageError), works()
 
 
-def test_a_rank_that_leaves_between_rounds_tells_the_others_why() -> None:
+def test_an_error_between_rounds_is_raised_by_all() -> None:
     answers = run_ranks(_leaves)
     assert [answer[0].splitlines()[0] for answer in answers] == ["between rounds"] * 4
     assert all(answer[1] for answer in answers)
@@ -347,7 +327,7 @@ def _left(leaver: int, long: bool) -> Any:
         assert works()
         dist.barrier()
         if me() == leaver:
-            mesh.forget_all()
+            mesh.close_all_meshes()
         time.sleep(0 if me() == leaver else 0.3 * (me() % 2))
         # Some ranks have begun their work on connections that another rank has left.
 
@@ -359,8 +339,8 @@ def _left(leaver: int, long: bool) -> Any:
         return answers == [[*range(6)]] * 2 and kept()[0].calls == 2
 
 
-def test_all_join_again_where_one_has_left_the_connections_that_are_kept() -> None:
-    for leaver in (0, 1, 5):
+def test_all_ranks_rejoin_if_one_closed_kept_connections() -> None:
+    for leaver in (0, 5):
         assert run_ranks(_left, leaver, leaver == 5, world_size=6) == [True] * 6
 
 
@@ -376,7 +356,7 @@ def _absent(before: bool) -> Any:
     return error, works(10)
 
 
-def test_an_absent_rank_is_named_in_time_and_the_next_call_works() -> None:
+def test_an_absent_rank_is_named_and_the_next_call_works() -> None:
     for before in (False, True):
         answers = run_ranks(_absent, before)
         for rank in (0, 1, 3):
@@ -400,34 +380,17 @@ def test_an_absent_coordinator_is_named() -> None:
     assert all(answer[1] for answer in answers)
 
 
-def _different_calls() -> Any:
-    assert works()
-
-    def other() -> None:
-        with call("load of b" if me() in (1, 4) else "save to a") as rounds:
-            one_round(rounds)
-
-    with narrow_tree():
-        return error_of(other), works()
-
-
-def test_ranks_in_different_calls_are_named() -> None:
-    answers = run_ranks(_different_calls, world_size=5)
-    assert all(answer == answers[0] for answer in answers)
-    assert "ranks 0, 2, 3 in 'save to a'; ranks 1, 4 in 'load of b'" in answers[0][0]
-
-
 def _stale_token() -> Any:
     if me() == 0:
         store = dist.distributed_c10d._get_default_store()
-        rendezvous = joining._Rendezvous(joining.CallGroup((0, 1, 2, 3), 2, "foreground", "", 1), store, bool)
-        store.set(rendezvous._places[2], "of a process that is gone")
+        rendezvous = joining._Rendezvous(CallGroup((0, 1, 2, 3), 2, "foreground", "", 1), store, bool)
+        store.set(rendezvous._token_keys[2], "of a process that is gone")
     dist.barrier()
     time.sleep(1.0 if me() == 2 else 0)
     return works()
 
 
-def test_a_token_of_a_rank_that_is_gone_does_no_harm() -> None:
+def test_a_stale_token_is_ignored() -> None:
     assert run_ranks(_stale_token) == [True] * 4
 
 
@@ -455,7 +418,7 @@ def _impostor(who: int, module: str, function: str, folder: str) -> Any:
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("what", ["mesh.encode_message", "rounds.encode"])
-def test_a_pickle_in_a_ranks_place_is_refused(who: int, what: str, tmp_path: Path) -> None:
+def test_a_pickle_instead_of_a_message_is_refused(who: int, what: str, tmp_path: Path) -> None:
     module, _, function = f"zarrckpt._ranks.{what}".rpartition(".")
     answers = run_ranks(_impostor, who, module, function, str(tmp_path / "ran"))
     assert all(works and not ran for _, works, ran in answers)
@@ -479,27 +442,20 @@ def test_a_forged_answer_in_the_store_is_refused(forged: str) -> None:
         assert works_after and "\x1b" not in text and ascii(forged)[2:-1] in text
 
 
-def _progress(reports: bool) -> Any:
+def _progress() -> Any:
     def mine() -> int:
         if me() == 1:
             for _ in range(12):
                 time.sleep(0.15)
-                if reports:
-                    rounds.progressed()
+                rounds.progressed()
         return 1
 
     with call(timeout=0.8) as rounds:
         return one_round(rounds, mine)
 
 
-def test_work_that_goes_on_may_take_longer_than_the_timeout() -> None:
-    assert run_ranks(_progress, True) == [[1] * 4] * 4
-    assert run_ranks(_silent_error) == [True] * 4
-
-
-def _silent_error() -> bool:
-    text = error_of(lambda: _progress(False))
-    return "rank 1 sent nothing for 0.8 s" in text
+def test_work_with_progress_may_take_longer_than_the_timeout() -> None:
+    assert run_ranks(_progress) == [[1] * 4] * 4
 
 
 class Heard(logging.Handler):
@@ -512,19 +468,19 @@ class Heard(logging.Handler):
 
 
 def _warns() -> Any:
-    before, joining.WARN_SECONDS = joining.WARN_SECONDS, 1.5
+    before, call_group.WARN_SECONDS = call_group.WARN_SECONDS, 1.5
     heard = Heard()
     logging.getLogger("zarrckpt").addHandler(heard)
     try:
         time.sleep(2.2 if me() == 3 else 0)
         in_call(lambda: time.sleep(3.0 if me() == 2 else 0), 4.0)
     finally:
-        joining.WARN_SECONDS = before
+        call_group.WARN_SECONDS = before
         logging.getLogger("zarrckpt").removeHandler(heard)
     return heard.lines
 
 
-def test_the_log_names_who_is_waited_for() -> None:
+def test_the_log_names_missing_ranks() -> None:
     answers = run_ranks(_warns)
     waiting = "save to a: waiting for rank 2 (parts)"
     assert answers == [["save to a: waiting for rank 3 to make this call", waiting], [waiting], [], [waiting]]
@@ -561,8 +517,8 @@ def _one_is_killed(victim: int, how: int, before: bool, narrow: bool, timeout: f
         return text, took, len(stops), kept()
 
 
-def test_a_killed_rank_is_known_to_all_at_once() -> None:
-    for victim, before, narrow in ((2, False, False), (2, True, False), (0, True, False), (1, True, True)):
+def test_all_ranks_name_a_killed_rank_at_once() -> None:
+    for victim, before, narrow in ((2, False, False), (0, True, False), (1, True, True)):
         answers = apart(_one_is_killed, victim, signal.SIGKILL, before, narrow, 30.0, world_size=7 if narrow else 4)
         assert len(answers) == (6 if narrow else 3), answers
         for rank, (text, took, stops, left) in answers.items():
@@ -571,11 +527,10 @@ def test_a_killed_rank_is_known_to_all_at_once() -> None:
 
 
 def test_a_stopped_rank_is_named_within_the_timeout() -> None:
-    for victim in (0, 3):
-        answers = apart(_one_is_killed, victim, signal.SIGSTOP, True, False, 2.0)
-        assert len(answers) == 3, answers
-        for text, took, _, _ in answers.values():
-            assert f"rank {victim} sent nothing for 2 s" in text and took < 6, answers
+    answers = apart(_one_is_killed, 3, signal.SIGSTOP, True, False, 2.0)
+    assert len(answers) == 3, answers
+    for text, took, _, _ in answers.values():
+        assert "rank 3 sent nothing for 2 s" in text and took < 6, answers
 
 
 def _interrupted(victim: int, joining_too: bool) -> Any:
@@ -600,7 +555,7 @@ def _interrupted(victim: int, joining_too: bool) -> Any:
 
 
 def test_an_interrupted_rank_is_named_and_the_next_call_works() -> None:
-    for victim, joining_too in ((2, False), (0, False), (2, True)):
+    for victim, joining_too in ((2, False), (2, True)):
         answers = run_ranks(_interrupted, victim, joining_too)
         for rank, (text, took, after) in enumerate(answers):
             assert after and took < SOON, answers
@@ -628,7 +583,7 @@ def _made_anew_apart(port: int) -> Any:
     return _made_anew(port)
 
 
-def test_after_the_default_group_was_made_anew_on_the_same_port() -> None:
+def test_calls_work_after_the_default_group_is_recreated() -> None:
     assert apart(_made_anew_apart, free_port(), world_size=3, tcp=True) == dict.fromkeys(range(3), [True] * 3)
 
 
@@ -641,10 +596,10 @@ def _destroyed_in_mid_call() -> Any:
         sent = pieces.send(after, np.full(10, rounds.rank, np.uint8))
         got = pieces.recv((rounds.rank - 1) % rounds.size, 10).wait()
         sent.wait()
-        return one_round(rounds, lambda: int(got[0])), kept()[0].fit()
+        return one_round(rounds, lambda: int(got[0])), kept()[0].is_current()
 
 
-def test_a_call_ends_well_where_the_default_group_is_destroyed_meanwhile() -> None:
+def test_a_call_survives_the_end_of_the_default_group() -> None:
     assert apart(_destroyed_in_mid_call, tcp=True) == dict.fromkeys(range(4), ([3, 0, 1, 2], False))
 
 
@@ -666,7 +621,7 @@ def _side_by_side() -> Any:
     return ended == [True] * 10 and mine == [True] * 10 and len(kept()) == 2
 
 
-def test_calls_in_two_threads_and_collectives_go_on_side_by_side() -> None:
+def test_background_calls_and_collectives_run_concurrently() -> None:
     assert run_ranks(_side_by_side, world_size=3) == [True] * 3
 
 
@@ -681,7 +636,7 @@ def _half_posted() -> Any:
     return ended and tensor.tolist() == [3.0] * 4
 
 
-def test_a_collective_of_the_users_may_be_half_posted() -> None:
+def test_a_call_works_while_a_collective_is_pending() -> None:
     assert run_ranks(_half_posted, world_size=3) == [True] * 3
 
 
@@ -703,7 +658,7 @@ def _same_ranks_twice() -> Any:
     return "another call of the same ranks" in text and works()
 
 
-def test_two_calls_of_the_same_ranks_go_one_after_the_other() -> None:
+def test_two_calls_of_the_same_ranks_run_in_turn() -> None:
     assert run_ranks(_same_ranks_twice, world_size=2) == [True] * 2
 
 
@@ -734,7 +689,7 @@ def _pieces_fail() -> Any:
     return text, took < SOON, kept(), _pieces(None)
 
 
-def test_pieces_arrive_and_end_at_once_where_a_rank_fails() -> None:
+def test_pieces_arrive_and_end_at_once_if_a_rank_fails() -> None:
     expected = [[10 * step + rank for step in range(3) for rank in range(4) if rank != me] for me in range(4)]
     assert run_ranks(_pieces, None) == expected
     assert run_ranks(_pieces_fail) == [("full\n(failed on rank 2)", True, [], pieces) for pieces in expected]
@@ -768,11 +723,11 @@ SCRIPT = """
 import sys, threading, time
 import torch.distributed as dist
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import joined
+from zarrckpt._ranks.rounds import open_rounds
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 def calls():
     while True:
-        with joined(Ranks(), "save", 20.0) as rounds:
+        with open_rounds(Ranks(), "save", 20.0) as rounds:
             rounds.merge("a", lambda: 1, sum)
         if sys.argv[3] == "once":
             return
@@ -786,7 +741,7 @@ else:
 
 
 @pytest.mark.parametrize("how", ["once", "amid a call"])
-def test_a_process_that_ends_does_so_in_peace(how: str, tmp_path: Path) -> None:
+def test_a_process_ends_without_a_crash(how: str, tmp_path: Path) -> None:
     arguments = [[f"file://{tmp_path}/store", str(rank), how] for rank in range(2)]
     command = [sys.executable, "-c", SCRIPT]
     processes = [subprocess.Popen([*command, *args], stderr=subprocess.PIPE) for args in arguments]
@@ -801,7 +756,7 @@ def test_the_address_is_the_one_towards_the_store() -> None:
     assert links.local_address(c10d.HashStore()) is None
 
 
-def test_a_host_name_for_loopback_does_not_make_others_connect_to_it(
+def test_a_name_of_loopback_is_not_this_hosts_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "_source_towards", lambda host, port: "127.0.1.1" if host == "here" else "10.1.2.3")
@@ -812,4 +767,4 @@ def test_a_host_name_for_loopback_does_not_make_others_connect_to_it(
 
 def test_a_store_that_cannot_be_cloned_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"store \(Store\)"):
-        links.cloned(c10d.Store())
+        links.clone_store(c10d.Store())

@@ -197,14 +197,14 @@ def test_pickles_are_refused() -> None:
     "message",
     [
         ("unreadable", 1, 1, "x"),
-        ("final", 1, 1, ({0: ("result", None)}, {}, False)),
-        ("final", 1, 1, ({"0": ("result", b"")}, {}, False)),
+        ("results", 1, 1, ({0: ("result", None)}, {}, False)),
+        ("results", 1, 1, ({"0": ("result", b"")}, {}, False)),
         ("answer", 1, 1, ("failed", [], False)),
         ("answer", 1, 1, ("stopped", None, False)),
         ("abort", 1, 1, ([], None)),
         ("error", 1, 1, None),
-        ("beat", 1, 1, ["x"]),
-        ("beat", 1.0, 1, []),
+        ("heartbeat", 1, 1, ["x"]),
+        ("heartbeat", 1.0, 1, []),
         ("stop", 1, 1),
     ],
 )
@@ -220,7 +220,7 @@ def test_texts_of_peers_are_cut_and_cleaned() -> None:
         "answer": ("failed", [failure], False),
         "abort": ([failure], None),
         "error": failure,
-        "final": ({1: ("failed", failure)}, {}, False),
+        "results": ({1: ("failed", failure)}, {}, False),
     }
     for kind, body in bodies.items():
         found = repr(decode_message(encode_message(Message(kind, 1, 1, body))).body)

@@ -15,7 +15,7 @@ import torch
 from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
-from zarrckpt._ranks.links import c10d, cloned, default_store, gloo_group, hang_up
+from zarrckpt._ranks.links import c10d, clone_store, close_connections, create_gloo_group, default_store
 from zarrckpt._ranks.pieces import Pieces
 
 
@@ -39,10 +39,10 @@ class _Group:
     def __init__(self, name: ChannelName) -> None:
         self._rank, self._size = name.members.index(global_rank()), len(name.members)
         # A clone of the store, so that a blocked request does not block the connection that training uses.
-        store = c10d.PrefixStore(name.name, cloned(default_store()))
+        store = c10d.PrefixStore(name.name, clone_store(default_store()))
         try:
             # Connect at once, because no mesh detects a missing rank here.
-            self._group: Any = gloo_group(store, self._rank, self._size, lazy=False)
+            self._group: Any = create_gloo_group(store, self._rank, self._size, lazy=False)
             # No rank closes its connections before all have joined. Otherwise a rank that still connects would fail,
             # and the others would wait for it until the timeout.
             if store.add("joined", 1) == self._size:
@@ -51,13 +51,13 @@ class _Group:
         except RuntimeError as err:
             raise PeerLost(f"ranks {list(name.members)} could not be connected: {str(err).splitlines()[0]}") from None
 
-    def piece(self, way: str, peer: int, data: Any) -> Any:
+    def start_piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send or receive a piece."""
         return getattr(self._group, way)([torch.from_numpy(data)], peer, 0)
 
     def close(self) -> None:
         """Close the connections. Ranks that wait for this one get an error."""
-        hang_up(self._group, [peer for peer in range(self._size) if peer != self._rank])
+        close_connections(self._group, [peer for peer in range(self._size) if peer != self._rank])
 
 
 _in_use: list[_Group] = []

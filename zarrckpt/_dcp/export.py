@@ -24,7 +24,7 @@ from zarrckpt._errors import StorageError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress, Tally
-from zarrckpt._ranks.group import errors_as_ours
+from zarrckpt._ranks.group import wrap_foreign_errors
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
@@ -74,7 +74,7 @@ def to_dcp(
     _refuse_foreign(target, overwrite)
     # One third each for data that is read, for data in transfer, and for DCP's copies.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(tensors.nbytes, progress))
-    with _new_folder(target, overwrite) as new, errors_as_ours():
+    with _new_folder(target, overwrite) as new, wrap_foreign_errors():
         _save(planner, _Writer(new, target))
     files = tuple(sorted(os.listdir(target)))
     return ExportReport(target, files, len(tensors), len(values), tensors.nbytes)

@@ -26,7 +26,7 @@ from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.holders import gather_boxes
 from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import LoadReport
 from zarrckpt._state.local_state import format_lines
@@ -77,7 +77,7 @@ class LoadRequest:
 def load_state(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
-    with joined(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
+    with open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
         load = _RankLoad(state, request, _read_root(request, rounds), rounds)
         senders, added = rounds.merge("what they load", load.match_targets, load.check_all)
         shares = load.plan_shares(senders) if senders is not None else None

@@ -7,11 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.wire import decode, encode, type_check
-from zarrckpt._ranks.errors import Failure, received
+from zarrckpt._ranks.errors import Failure, escape_failure
 
 FAILED, STOPPED, RESULT = "failed", "stopped", "result"
 Item = tuple[str, Any]
 """The outcome of one rank in a round: its encoded result, its failure, or that it stopped."""
+
+Answer = tuple[str, Any, bool]
+"""The answer of a round: RESULT with encoded bytes, or FAILED with failures; and whether a rank used pieces."""
 
 UNREADABLE = "unreadable"
 """The kind of a message that cannot be decoded, with the reason as its body. Never sent."""
@@ -22,16 +25,16 @@ _Result = Literal["result"]
 _is_body: dict[str, Callable[[Any], bool]] = {
     "abort": type_check(tuple[list[Failure], str | None]),
     "answer": type_check(tuple[_Failed, list[Failure], bool] | tuple[_Result, bytes, bool]),
-    "beat": type_check(list[int]),
+    "heartbeat": type_check(list[int]),
     "error": type_check(Failure),
-    "final": type_check(
+    "results": type_check(
         tuple[
             dict[int, tuple[_Failed, Failure] | tuple[_Stopped, None] | tuple[_Result, bytes]],
             dict[str, list[int]],
             bool,
         ]
     ),
-    "here": type_check(None),
+    "hello": type_check(None),
     "rejoin": type_check(None),
     "stop": type_check(None),
 }
@@ -60,12 +63,12 @@ def decode_message(data: bytes) -> Message:
     if kind == "abort":
         body = (_received(body[0]), body[1])
     elif kind == "error":
-        body = received(body)
+        body = escape_failure(body)
     elif kind == "answer" and body[0] == FAILED:
         body = (FAILED, _received(body[1]), body[2])
-    elif kind == "final":
+    elif kind == "results":
         items = {
-            position: (outcome, received(content) if outcome == FAILED else content)
+            position: (outcome, escape_failure(content) if outcome == FAILED else content)
             for position, (outcome, content) in body[0].items()
         }
         body = (items, *body[1:])
@@ -75,4 +78,4 @@ def decode_message(data: bytes) -> Message:
 def _received(failures: list[Failure]) -> list[Failure]:
     if not failures:
         raise CheckpointError("not a message of zarrckpt (a failure without a rank)")
-    return [*map(received, failures)]
+    return [*map(escape_failure, failures)]

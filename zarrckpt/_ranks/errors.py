@@ -23,7 +23,7 @@ _MAX_KIND = 100
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def cleaned(text: str, most: int = MAX_TEXT) -> str:
+def escape_text(text: str, most: int = MAX_TEXT) -> str:
     """Return a text of another rank for display: shortened, with escaped control characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
@@ -54,27 +54,27 @@ class Failure(NamedTuple):
     """Whether it is only a consequence of another rank's error (PeerLost)."""
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of_error(cls, error: BaseException, rank: int | None) -> Failure:
+        """Return the Failure of an error, to send it to other ranks."""
+        known = [kind.__name__ for kind in type(error).__mro__ if getattr(_errors, kind.__name__, None) is kind]
+        if known:
+            return cls(rank, known[0], str(error), notes=tuple(map(str, getattr(error, "__notes__", ()))))
+        return cls(rank, type(error).__name__, str(error), own=False, lost=isinstance(error, PeerLost))
 
-def received(failure: Failure) -> Failure:
+    @classmethod
+    def of_all_ranks(cls, text: str) -> Failure:
+        """Return a failure of the ranks as a whole: a CheckpointError, the same on all ranks."""
+        return cls(None, "CheckpointError", text)
+
+
+def escape_failure(failure: Failure) -> Failure:
     """Return another rank's failure with texts for display."""
-    notes = tuple(map(cleaned, failure.notes[:_MAX_NOTES]))
-    return failure._replace(kind=cleaned(failure.kind, _MAX_KIND), text=cleaned(failure.text), notes=notes)
+    notes = tuple(map(escape_text, failure.notes[:_MAX_NOTES]))
+    return failure._replace(kind=escape_text(failure.kind, _MAX_KIND), text=escape_text(failure.text), notes=notes)
 
 
-def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """Return the Failure of an error, to send it to other ranks."""
-    known = [cls.__name__ for cls in type(error).__mro__ if getattr(_errors, cls.__name__, None) is cls]
-    if known:
-        return Failure(rank, known[0], str(error), notes=tuple(map(str, getattr(error, "__notes__", ()))))
-    return Failure(rank, type(error).__name__, str(error), own=False, lost=isinstance(error, PeerLost))
-
-
-def common(text: str) -> Failure:
-    """Return a failure of the ranks as a whole: a CheckpointError, the same on all ranks."""
-    return Failure(None, "CheckpointError", text)
-
-
-def causes(failures: Sequence[Failure]) -> list[Failure]:
+def select_causes(failures: Sequence[Failure]) -> list[Failure]:
     """Return the failures that are not consequences of others, by rank."""
     ordered = sorted(failures, key=lambda failure: -1 if failure.rank is None else failure.rank)
     return [failure for failure in ordered if not failure.lost] or ordered

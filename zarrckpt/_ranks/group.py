@@ -78,7 +78,7 @@ class Ranks:
 
 
 @contextmanager
-def errors_as_ours() -> Iterator[None]:
+def wrap_foreign_errors() -> Iterator[None]:
     """Raise other errors as the cause of a CheckpointError with their text. For a single process."""
     try:
         yield

@@ -12,56 +12,32 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zarrckpt._errors import CheckpointError, log
-from zarrckpt._ranks.errors import MAX_TEXT, cleaned
-from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
-
-WARN_SECONDS = 30.0
-"""Seconds of waiting after which missing ranks are logged."""
-
+from zarrckpt._ranks import call_group as call_groups
+from zarrckpt._ranks.call_group import CallGroup
+from zarrckpt._ranks.errors import MAX_TEXT, escape_text
+from zarrckpt._ranks.links import Addresses, clone_store, create_gloo_group, default_store
 
 _NAME = re.compile(r"zarrckpt/[0-9a-f]{32}")
 """The name of a mesh."""
 
 
-@dataclass(frozen=True)
-class CallGroup:
-    """The ranks of a call (global numbers, in the order of their group), and the position of this rank."""
-
-    members: tuple[int, ...]
-    position: int
-    queue: str
-    """The name of a queue. Calls of the same ranks in one queue run one after the other, in several concurrently."""
-    call: str
-    timeout: float
-
-    def named(self, positions: Sequence[int]) -> str:
-        return ranks_text([self.members[position] for position in positions])
-
-
-def ranks_text(ranks: Sequence[int], most: int = 16) -> str:
-    """Return a text such as "rank 3" or "ranks 1, 2", with at most ``most`` ranks."""
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:most])) + more
-
-
 @contextlib.contextmanager
-def connected(call_group: CallGroup, cancelled: Callable[[], bool]) -> Iterator[tuple[Any, Addresses]]:
+def connect_group(call_group: CallGroup, cancelled: Callable[[], bool]) -> Iterator[tuple[Any, Addresses]]:
     """Yield a new gloo group of the ranks of a call. Every member calls it. A missing one raises CheckpointError.
 
     The first connections must be made within the block. Later ones use the connection to the store that training uses,
     with short requests for existing keys.
     """
     default = default_store()
-    store = cloned(default)
+    store = clone_store(default)
     rendezvous = _Rendezvous(call_group, store, cancelled)
     with rendezvous.refusing(), _store_errors(call_group.call):
         addresses = Addresses(rendezvous.agreed_name(), store)
-        group = gloo_group(addresses, call_group.position, len(call_group.members), lazy=True)
+        group = create_gloo_group(addresses, call_group.position, len(call_group.members), lazy=True)
         rendezvous.complete(addresses.name)
     yield group, addresses
     addresses.store = default
@@ -77,23 +53,23 @@ class _Rendezvous:
         who = repr((call_group.members, call_group.queue))
         self._base = f"zarrckpt/{hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._token = uuid.uuid4().hex
-        self._places = [f"{self._base}/{position}" for position in range(len(call_group.members))]
+        self._token_keys = [f"{self._base}/{position}" for position in range(len(call_group.members))]
         self._answered = {self._token}
         self._name: str | None = None
         self._next_look = 0.0
 
     def agreed_name(self) -> str:
         """Return the coordinator's name for the mesh. Raises CheckpointError if ranks are missing."""
-        self._store.set(self._places[self._call_group.position], self._token)
+        self._store.set(self._token_keys[self._call_group.position], self._token)
         arrivals = f"{self._base}/arrivals"
         known = self._store.add(arrivals, 1)
         mine = f"{self._base}/{self._token}"
         waits_for_all = self._call_group.position == 0
         self._until(
-            lambda: self._store.check([mine]) or (waits_for_all and self._store.check(self._places)),
+            lambda: self._store.check([mine]) or (waits_for_all and self._store.check(self._token_keys)),
             arrivals,
             known,
-            lambda: self._absent(self._places),
+            lambda: self._absent(self._token_keys),
         )
         if self._store.check([mine]):
             answer = _shown_text(self._store.get(mine))
@@ -142,7 +118,7 @@ class _Rendezvous:
             self._withdraw()
             raise CheckpointError(str(err)) from None
         except BaseException as err:
-            rank = self._call_group.members[self._call_group.position]
+            rank = self._call_group.rank
             own = isinstance(err, CheckpointError)
             text = f"{self._call_group.call}: rank {rank} was interrupted ({type(err).__name__})"
             text = str(err)[:MAX_TEXT] if own else text
@@ -162,24 +138,26 @@ class _Rendezvous:
         warned = False
         while not done():
             if self._cancelled():
-                raise CheckpointError(f"{call_group.call}: rank {call_group.members[call_group.position]} has left")
+                raise CheckpointError(f"{call_group.call}: rank {call_group.rank} has left")
             now = time.monotonic()
             if now - since > patience:
                 count = self._store.add(counter, 0)
                 if count == known and (missing := absent()):
                     raise CheckpointError(self._absent_text(missing))
                 known, since = count, now
-            if now - began > WARN_SECONDS and call_group.position == 0 and not warned:
+            if now - began > call_groups.WARN_SECONDS and call_group.position == 0 and not warned:
                 warned = True
-                log.warning("%s: waiting for %s to make this call", call_group.call, call_group.named(absent()))
+                log.warning(
+                    "%s: waiting for %s to make this call", call_group.call, call_group.format_positions(absent())
+                )
             time.sleep(min(0.5, max(0.002, (now - began) / 10)))
 
     def _absent_text(self, missing: list[int]) -> str:
         call_group = self._call_group
         return (
-            f"{call_group.call}: {call_group.named(missing)} did not make this call within {call_group.timeout:g} s. "
-            "All ranks must make it. See the logs of these ranks, or set a larger timeout in SaveOptions or "
-            "LoadOptions"
+            f"{call_group.call}: {call_group.format_positions(missing)} did not make this call within "
+            f"{call_group.timeout:g} s. All ranks must make it. See the logs of these ranks, or set a larger timeout "
+            "in SaveOptions or LoadOptions"
         )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
@@ -193,11 +171,11 @@ class _Rendezvous:
 
     def _answer(self, answer: str) -> None:
         """Answer all tokens that have no answer yet."""
-        absent = {*self._absent(self._places)}
-        for position, place in enumerate(self._places):
+        absent = {*self._absent(self._token_keys)}
+        for position, key in enumerate(self._token_keys):
             if position in absent or position == self._call_group.position:
                 continue
-            token = self._value(place)
+            token = self._value(key)
             if token is not None and token not in self._answered:
                 self._answered.add(token)
                 self._store.set(f"{self._base}/{token}", answer)
@@ -218,15 +196,15 @@ class _Rendezvous:
         return _shown_text(self._store.get(key))
 
     def _withdraw(self) -> None:
-        place = self._places[self._call_group.position]
+        key = self._token_keys[self._call_group.position]
         with contextlib.suppress(RuntimeError):
-            if self._value(place) == self._token:
-                self._store.delete_key(place)
+            if self._value(key) == self._token:
+                self._store.delete_key(key)
 
 
 def _shown_text(value: bytes) -> str:
     """Return a value of the store as a text for display, because any process with access can have written it."""
-    return cleaned(str(value[: 4 * MAX_TEXT], "utf-8", "replace"))
+    return escape_text(str(value[: 4 * MAX_TEXT], "utf-8", "replace"))
 
 
 class Refused(Exception):

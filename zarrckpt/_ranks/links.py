@@ -52,7 +52,7 @@ def default_store() -> Any:
     return world.get_group_store()
 
 
-def cloned(store: Any) -> Any:
+def clone_store(store: Any) -> Any:
     """Return a new connection to a store, so that waiting requests do not block the connection that training uses."""
     try:
         return store.clone()
@@ -95,7 +95,7 @@ class Addresses(_Store):  # type: ignore[misc]
         return self.store
 
 
-def gloo_group(store: Any, rank: int, size: int, *, lazy: bool) -> Any:
+def create_gloo_group(store: Any, rank: int, size: int, *, lazy: bool) -> Any:
     """Create a private gloo group that is not registered with torch. No other group uses the prefix of the store.
 
     The group has a separate device (a listening socket and a thread). Lazy groups cannot share a device, because the
@@ -111,7 +111,7 @@ def gloo_group(store: Any, rank: int, size: int, *, lazy: bool) -> Any:
     return gloo(store, rank, size, gloo_options(gloo, _device(store, lazy), CONNECT_TIMEOUT))
 
 
-def hang_up(group: Any, peers: Iterable[int]) -> None:
+def close_connections(group: Any, peers: Iterable[int]) -> None:
     """Close a group's connections, so that ranks that wait for this one get an error.
 
     gloo has no call for this, but a receive that times out closes all pairs of its group. A receive from a peer that

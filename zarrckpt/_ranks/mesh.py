@@ -26,13 +26,11 @@ import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.wire import MAX_MESSAGE_BYTES
+from zarrckpt._ranks.call_group import CallGroup, Tree
 from zarrckpt._ranks.control_messages import UNREADABLE, Message, decode_message, encode_message
 from zarrckpt._ranks.group import default_group
-from zarrckpt._ranks.joining import CallGroup, connected
-from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
-
-FANOUT = 32
-"""Maximum number of children of a rank in the tree. For up to 33 ranks, the tree is a star."""
+from zarrckpt._ranks.joining import connect_group
+from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, close_connections, default_store
 
 FLUSH_SECONDS = 2.0
 """Seconds that a rank waits for its last messages to be sent before it leaves."""
@@ -54,7 +52,7 @@ END_SECONDS = 5.0
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def started(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
+def start_thread(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
     """Start a daemon thread that calls torch. The end of the process waits for it at most ``END_SECONDS``."""
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     _threads.add(thread)
@@ -70,11 +68,7 @@ class Mesh:
     """The connections of one rank in a mesh. Positions are indices of the members."""
 
     def __init__(self, call_group: CallGroup, group: Any, addresses: Addresses) -> None:
-        self.position = call_group.position
-        self._size, self._fanout = len(call_group.members), FANOUT
-        self.parent = None if self.position == 0 else (self.position - 1) // FANOUT
-        self.children = self._children(self.position)
-        self.edges = [*([] if self.parent is None else [self.parent]), *self.children]
+        self.tree = Tree(call_group.position, len(call_group.members))
         self.calls = 0
         """The number of calls that were begun on it, the same on all ranks."""
         self._group: Any = group
@@ -84,57 +78,39 @@ class Mesh:
         self._closed = False
         self._lock = threading.Lock()
         self._sink: Sink | None = None
-        self._left = False
         self._early: list[tuple[int, Message | None]] = []
         self._sending = threading.Lock()
-        self._received = dict.fromkeys(self.edges, 0)
-        self._numbers = dict.fromkeys(self.edges, 0)
-        self._sent: dict[int, deque[tuple[int, Any, Any]]] = {peer: deque() for peer in self.edges}
+        self._received = dict.fromkeys(self.tree.edges, 0)
+        self._numbers = dict.fromkeys(self.tree.edges, 0)
+        self._sent: dict[int, deque[tuple[int, Any, Any]]] = {peer: deque() for peer in self.tree.edges}
         self._threads: list[threading.Thread] = []
         self._connected: set[int] = set()
         self._reached: set[int] = set()
         began: SimpleQueue[None] = SimpleQueue()
         try:
-            self._threads = [started("zarrckpt-edge", self._read, group, peer, began.put) for peer in self.edges]
+            self._threads = [
+                start_thread("zarrckpt-edge", self._read, group, peer, began.put) for peer in self.tree.edges
+            ]
             # Make all connections of the tree before its first use, because the store is available now, and a send on
             # an unfinished connection would wait. Each connection is made or fails within CONNECT_TIMEOUT.
-            for _ in self.edges:
+            for _ in self.tree.edges:
                 began.get(timeout=2 * CONNECT_TIMEOUT.total_seconds())
         except BaseException:
             self.close()
             raise
 
-    def below(self, peer: int) -> set[int]:
-        """Return the position of a child and the positions below it in the tree; empty if it is not a child."""
-        found = {peer} if peer in self.children else set()
-        level = [*found]
-        while level:
-            level = [child for position in level for child in self._children(position)]
-            found.update(level)
-        return found
-
-    def _children(self, position: int) -> range:
-        first = position * self._fanout + 1
-        return range(min(first, self._size), min(first + self._fanout, self._size))
-
-    def fit(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it was made in this process and with the current default group."""
         world = self._world()
         return not self._closed and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
-    def usable(self, call: str | None) -> bool:
+    def is_usable(self, call: str | None) -> bool:
         """Whether no rank has left it, or a rank has left it by aborting this call, which must end the call here."""
         with self._lock:
             messages = [message for _, message in self._early]
-        if any(
-            message is not None and message[:2] == ("abort", self.calls + 1) and message.body[1] == call
-            for message in messages
-        ):
-            return self.fit()
-        left = self._left or any(
-            message is not None and message.kind in ("abort", "rejoin", UNREADABLE) for message in messages
-        )
-        return self.fit() and not left
+        left = [m for m in messages if m is None or m.kind in ("abort", "rejoin", UNREADABLE)]
+        aborted = any(m is not None and m[:2] == ("abort", self.calls + 1) and m.body[1] == call for m in left)
+        return self.is_current() and (aborted or not left)
 
     def attach(self, sink: Sink) -> None:
         """Pass all messages to a call, beginning with those that arrived earlier."""
@@ -150,12 +126,7 @@ class Mesh:
             self._sink = None
         self._addresses.store = None
 
-    def put_back(self, ahead: list[tuple[int, Message]]) -> None:
-        """Keep messages that belong to the next call and arrived during this one. Called after :meth:`detach`."""
-        with self._lock:
-            self._early = [*ahead, *self._early]
-
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Count a new call, and use the store during it."""
         self.calls += 1
         self._addresses.store = default_store()
@@ -178,7 +149,7 @@ class Mesh:
                     work = self._group.send([tensor], peer, _CONTROL)
                     self._sent[peer].append((self._numbers[peer], work, tensor))
 
-    def piece(self, way: str, peer: int, data: Any) -> Any:
+    def start_piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send ('send') or receive ('recv') a piece. Raises RuntimeError if the peer was lost.
 
         The first piece of a peer waits for the connection.
@@ -201,7 +172,7 @@ class Mesh:
         self._flush(flush)
         with self._sending:
             group, self._group = self._group, None
-        hang_up(group, [*self._connected, *self._reached])
+        close_connections(group, [*self._connected, *self._reached])
         del group
         self._addresses.store = None
         for thread in self._threads:
@@ -213,7 +184,7 @@ class Mesh:
             works = [work for sent in self._sent.values() for _, work, _ in sent]
         if works:
             # In a thread, because the wait for a stopped peer does not end.
-            started("zarrckpt-flush", _wait_for, works).join(seconds)
+            start_thread("zarrckpt-flush", _wait_for, works).join(seconds)
 
     def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
         """Receive the messages of an edge until it is closed. A receive is always pending."""
@@ -254,11 +225,11 @@ class Mesh:
 
     def _deliver(self, peer: int, message: Message | None) -> None:
         with self._lock:
-            self._left = self._left or message is None
+            # A message of the next call is kept for it, and shows this call that its sender has ended.
+            if self._sink is None or (message is not None and message.call > self.calls):
+                self._early.append((peer, message))
             if self._sink is not None:
                 self._sink(self, peer, message)
-            else:
-                self._early.append((peer, message))
 
     def _forget_sent(self, peer: int, known: int) -> None:
         with self._sending:
@@ -273,7 +244,7 @@ def _wait_for(works: list[Any]) -> None:
             works.pop().wait(FOREVER)
 
 
-class MeshPlace:
+class MeshSlot:
     """Keeps the mesh of certain members between calls. One call uses it at a time."""
 
     def __init__(self) -> None:
@@ -286,8 +257,8 @@ class MeshPlace:
             mesh.close()
 
 
-_places: dict[tuple[tuple[int, ...], str], MeshPlace] = {}
-_places_lock = threading.Lock()
+_slots: dict[tuple[tuple[int, ...], str], MeshSlot] = {}
+_slots_lock = threading.Lock()
 _ending = threading.Event()
 
 
@@ -301,24 +272,24 @@ _parent_meshes: list[Mesh] = []
 
 
 def _forget_meshes() -> None:
-    global _places_lock, _ending, _threads
-    _parent_meshes.extend(place.mesh for place in _places.values() if place.mesh is not None)
-    _places.clear()
-    _places_lock, _ending, _threads = threading.Lock(), threading.Event(), weakref.WeakSet()
+    global _slots_lock, _ending, _threads
+    _parent_meshes.extend(slot.mesh for slot in _slots.values() if slot.mesh is not None)
+    _slots.clear()
+    _slots_lock, _ending, _threads = threading.Lock(), threading.Event(), weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=_forget_meshes)
 
 
 @contextlib.contextmanager
-def place_of(call_group: CallGroup) -> Iterator[MeshPlace]:
+def reserve_mesh(call_group: CallGroup) -> Iterator[MeshSlot]:
     """Reserve the kept mesh of the ranks for this call. Raises CheckpointError if another call does not end."""
-    with _places_lock:
+    with _slots_lock:
         if _ending.is_set():
             raise CheckpointError(f"{call_group.call}: the process is ending. Save and load earlier")
-        place = _places.setdefault((call_group.members, call_group.queue), MeshPlace())
-        others = [other for other in _places.values() if other is not place]
-    if not place.turn.acquire(timeout=min(call_group.timeout, threading.TIMEOUT_MAX)):
+        slot = _slots.setdefault((call_group.members, call_group.queue), MeshSlot())
+        others = [other for other in _slots.values() if other is not slot]
+    if not slot.turn.acquire(timeout=min(call_group.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(
             f"{call_group.call}: another call of the same ranks in another thread of this process did not end within "
             f"{call_group.timeout:g} s. Wait for its end before this call, or set a larger timeout in SaveOptions or "
@@ -327,34 +298,34 @@ def place_of(call_group: CallGroup) -> Iterator[MeshPlace]:
     try:
         for other in others:
             _let_go(other)
-        if place.mesh is not None and not place.mesh.usable(call_group.call):
-            place.clear()
-        yield place
+        if slot.mesh is not None and not slot.mesh.is_usable(call_group.call):
+            slot.clear()
+        yield slot
     finally:
-        place.turn.release()
+        slot.turn.release()
 
 
-def made(call_group: CallGroup, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
+def connect_mesh(call_group: CallGroup, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
     """Make a new mesh. Every member calls it. A member that does not call within the timeout raises CheckpointError."""
-    with connected(call_group, lambda: cancelled() or _ending.is_set()) as (group, addresses):
+    with connect_group(call_group, lambda: cancelled() or _ending.is_set()) as (group, addresses):
         return Mesh(call_group, group, addresses)
 
 
-def _let_go(place: MeshPlace) -> None:
+def _let_go(slot: MeshSlot) -> None:
     """Close a kept mesh of an earlier default group."""
-    if place.turn.acquire(blocking=False):
+    if slot.turn.acquire(blocking=False):
         try:
-            if place.mesh is not None and not place.mesh.fit():
-                place.clear()
+            if slot.mesh is not None and not slot.mesh.is_current():
+                slot.clear()
         finally:
-            place.turn.release()
+            slot.turn.release()
 
 
-def forget_all() -> None:
+def close_all_meshes() -> None:
     """Close all meshes. Calls that use one end with an error."""
     began = time.monotonic()
-    for place in [*_places.values()]:
-        mesh, place.mesh = place.mesh, None
+    for slot in [*_slots.values()]:
+        mesh, slot.mesh = slot.mesh, None
         if mesh is not None:
             mesh.close(max(0.0, FLUSH_SECONDS - (time.monotonic() - began)))
 
@@ -365,11 +336,11 @@ def _end_all() -> None:
 
     Before Python 3.14, a thread that returns from C++ to an ended interpreter crashes the process.
     """
-    with _places_lock:
+    with _slots_lock:
         _ending.set()
-    forget_all()
+    close_all_meshes()
     until = time.monotonic() + END_SECONDS
-    for place in _places.values():
-        place.turn.acquire(timeout=max(0.0, until - time.monotonic()))
+    for slot in _slots.values():
+        slot.turn.acquire(timeout=max(0.0, until - time.monotonic()))
     for thread in [*_threads]:
         thread.join(max(0.0, until - time.monotonic()))

@@ -14,7 +14,7 @@ import numpy as np
 
 from zarrckpt._jobs import Bytes
 from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.mesh import FOREVER, Mesh, started
+from zarrckpt._ranks.mesh import FOREVER, Mesh, start_thread
 
 _POLL_SECONDS = 0.5
 
@@ -88,7 +88,7 @@ class Pieces:
             queue = self._queues.get((way, peer))
             if queue is None:
                 queue = self._queues[way, peer] = SimpleQueue()
-                started("zarrckpt-pieces", self._move, self._mesh, way, peer, queue)
+                start_thread("zarrckpt-pieces", self._move, self._mesh, way, peer, queue)
             self._open.add(future)
             queue.put((data, future))
         return Handle(future, self._waiting)
@@ -107,7 +107,7 @@ class Pieces:
                     break
                 data, future = entry
                 try:
-                    posted.append((mesh.piece(way, peer, data), data, future))
+                    posted.append((mesh.start_piece(way, peer, data), data, future))
                 except RuntimeError as err:
                     self._ended(future, err)
                 del entry, data, future  # free their memory during the wait for the next entry

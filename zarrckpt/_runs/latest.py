@@ -113,9 +113,9 @@ def _find(
     else:
         from zarrckpt._options import TIMEOUT
         from zarrckpt._ranks.group import Ranks
-        from zarrckpt._ranks.rounds import joined
+        from zarrckpt._ranks.rounds import open_rounds
 
-        with joined(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
+        with open_rounds(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
             name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _choose_name(spec, caller, choose))
             if name is not None and (type(name) is not str or name in ("", ".", "..") or "/" in name or "\\" in name):
                 raise CheckpointError(

@@ -33,7 +33,7 @@ from zarrckpt._jobs import check_limits
 from zarrckpt._load.steps import LoadRequest, load_state
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import joined
+from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
 from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
@@ -282,7 +282,7 @@ class CheckpointManager:
         self._saved = None
 
     def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
-        with joined(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
+        with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
             return rounds.merge(
                 "the checkpoint to restore",
                 lambda: None,

@@ -15,8 +15,8 @@ from functools import partial
 
 from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.mesh import is_ending, started
-from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._ranks.mesh import is_ending, start_thread
+from zarrckpt._ranks.rounds import Rounds, open_rounds
 
 NOTICE_SECONDS = 1.0
 """Seconds between two calls of the user's callable for notices."""
@@ -63,7 +63,7 @@ class Preemption:
         self._process = os.getpid()
         # Without this, the end of the process would wait for the thread if close() was not called.
         atexit.register(self._close_at_exit)
-        started("zarrckpt-preemption", self._watch)
+        start_thread("zarrckpt-preemption", self._watch)
         if notice is not None:
             threading.Thread(target=self._poll_notice, args=(notice,), name="zarrckpt-notice", daemon=True).start()
 
@@ -137,7 +137,7 @@ class Preemption:
                 self._woken.set()
             try:
                 call = f"the watch over {self._run}"
-                with joined(self._ranks, call, self._timeout, queue=call) as rounds:
+                with open_rounds(self._ranks, call, self._timeout, queue=call) as rounds:
                     if self._wait_for_notice(rounds):
                         self._agree(rounds)
                     return

@@ -20,7 +20,7 @@ from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.rounds import joined
+from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.staging import Stager, streams_in_use
@@ -129,7 +129,7 @@ class _Saver:
             self.finish()
             url = request.spec.url
             future = SaveFuture(url)
-            call = joined(ranks, f"the background save to {url}", request.options.timeout, queue="background")
+            call = open_rounds(ranks, f"the background save to {url}", request.options.timeout, queue="background")
             with contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
                 check = request.refuse_committed if rounds.rank == 0 else lambda: None

@@ -17,9 +17,9 @@ from zarrckpt._jobs import check_limits
 from zarrckpt._options import SaveOptions, checked_options
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.plan import SavePlan
+from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.mesh import FANOUT
-from zarrckpt._ranks.rounds import joined
+from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.write import blob_node, encode_value
@@ -56,7 +56,7 @@ def plan_report(
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         refuse_objects_of_ranks(state)
-    with joined(ranks, "plan_report", options.timeout) as rounds:
+    with open_rounds(ranks, "plan_report", options.timeout) as rounds:
         agreed = agree(rounds, partial(LocalState.from_user_state, state), options.plan, lambda layout: None)
         blobs = rounds.merge("their values", partial(_own_blobs, agreed), list)
     return report_of(agreed.plan, rounds.members, ranks_per_host, [*chain(*blobs)])

@@ -21,7 +21,7 @@ from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.messages import Channel
-from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
@@ -35,7 +35,7 @@ record(SaveReport)
 
 def save_state(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
     """Save the states that ``read_state`` returns on the ranks, and commit. An error on one rank is raised on all."""
-    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
+    with open_rounds(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
         return save_in_rounds(rounds, read_state, RankSave(request))
 
 
