@@ -1,10 +1,10 @@
 """Saves and readers over one store, one operation at a time, in any order.
 
-- :class:`Agent` reruns the code from its start for each new answer, up to its next operation. The result is a tree of
+- :class:`Agent` reruns the code from its start for each answer that differs from those before. The result is a tree of
   all possible runs. :class:`Exploration` visits every interleaving of several agents, and each state of store and
   agents once. A crash needs no extra case, because any agent may be silent after any state. Neither does a rank that
   continues after its save is dead.
-- :func:`play` runs whole saves in threads. One thread at a time continues, in random order.
+- :func:`play` lets agents that make whole saves continue in random order.
 
 ``python tests/harness/interleaving.py --schedules 20000`` does more of both than the tests do.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,13 +40,8 @@ from harness.one_at_a_time import (
     whole_save,
 )
 from zarrckpt._store import Store
-from zarrckpt.testing import Stopped
 
 # -- every interleaving
-
-
-class Asked(BaseException):
-    """Raised when the known answers are used up."""
 
 
 class Agent:
@@ -56,39 +50,53 @@ class Agent:
     def __init__(self, code: Callable[[Store], str], order: Order = list) -> None:
         self._code, self._order = code, order
         self._edges: dict[tuple[int, Any], int] = {}
-        self._histories: list[tuple[Any, ...]] = []
+        self._answers: list[tuple[Any, ...]] = []
         self.nodes: list[Op | str] = []
         """The next operation, or the result of the code."""
-        self._new(())
+        self.runs = 0
 
-    def after(self, node: int, found: Any) -> int:
-        """Return the node that an answer leads to."""
-        known = self._edges.get((node, found))
-        if known is None:
-            known = self._edges[node, found] = self._new((*self._histories[node], found))
-        return known
+    def start(self, content: Content) -> None:
+        """Make the nodes of a run that nothing interrupts."""
+        if not self.nodes:
+            self._run((), content)
 
-    def _new(self, history: tuple[Any, ...]) -> int:
-        asked: list[Op] = []
-        answers = iter(history)
+    def after(self, node: int, found: Any, content: Content) -> int:
+        """Return the node that an answer leads to. ``content`` is the content of the store after the operation."""
+        if (node, found) not in self._edges:
+            self._edges[node, found] = len(self.nodes)
+            self._run((*self._answers[node], found), content)
+        return self._edges[node, found]
+
+    def _run(self, known: tuple[Any, ...], content: Content) -> None:
+        """Run the code from its start with known answers, and then to its end, alone with this content.
+
+        The second part adds a node for each operation. Most of them are needed: an agent that continues alone is one of
+        the interleavings.
+        """
+        answers = [*known]
+        replayed = iter(known)
 
         def ask(op: Op) -> Any:
-            for found in answers:
+            nonlocal content
+            for found in replayed:
                 return found
-            asked.append(op)
-            raise Asked
+            self._add(op, answers)
+            found, content = answer(content, op)
+            answers.append(found)
+            self._edges[len(self.nodes) - 1, found] = len(self.nodes)
+            return found
 
-        running.order, end = self._order, ""
+        running.order = self._order
+        self.runs += 1
         try:
             end = self._code(AskedStore(ask))
-        except Asked:
-            pass
         except Exception as err:
             end = f"{type(err).__name__}: {err}"
-        self._histories.append(history)
-        # Only the first operation counts: interrupted code may have cleaned up.
-        self.nodes.append(asked[0] if asked else end)
-        return len(self.nodes) - 1
+        self._add(end, answers)
+
+    def _add(self, node: Op | str, answers: list[Any]) -> None:
+        self.nodes.append(node)
+        self._answers.append(tuple(answers))
 
 
 class Faults(NamedTuple):
@@ -122,7 +130,7 @@ class Found:
     ends: int = 0
     contents: int = 0
     runs: int = 0
-    """Number of runs of the code from its start to the next operation."""
+    """Number of runs of the code, from its start to its end."""
     outcomes: set[tuple[str, ...]] = field(default_factory=set)
     complete: bool = True
 
@@ -161,6 +169,8 @@ class Exploration:
         self.contents: list[Content] = []
         self._answers: dict[tuple[int, Op], tuple[Any, int]] = {}
         places = (0,) * len(agents)
+        for agent in agents:
+            agent.start(content)
         self._start = State(self._number(content), places, faults, changes=interruptions or 0)
 
     def run(
@@ -189,7 +199,7 @@ class Exploration:
                     seen[other] = state
                     todo.append(other)
         found.complete = not todo
-        found.contents, found.runs = len(self.contents), sum(len(agent.nodes) for agent in self._agents)
+        found.contents, found.runs = len(self.contents), sum(agent.runs for agent in self._agents)
         return found
 
     def _steps(self, state: State) -> Iterator[State]:
@@ -232,10 +242,10 @@ class Exploration:
     def _settled(self, state: State, index: int, found: Any) -> State:
         """Give an agent its answer. Do its next operations at once as long as they are quiet."""
         agent, stored = self._agents[index], state.stored
-        node = agent.after(state.places[index], found)
+        node = agent.after(state.places[index], found, self.contents[stored])
         while isinstance(op := agent.nodes[node], Op) and self._quiet(op):
             found, stored = self._do(stored, op)
-            node = agent.after(node, found)
+            node = agent.after(node, found, self.contents[stored])
         return state._replace(stored=stored, places=(*state.places[:index], node, *state.places[index + 1 :]))
 
     def _do(self, stored: int, op: Op) -> tuple[Any, int]:
@@ -312,52 +322,6 @@ def explore(
 # -- random schedules of whole saves
 
 
-class Turns:
-    """Threads that run one at a time. Each waits with its operation until it is answered."""
-
-    def __init__(self, codes: Sequence[Callable[[Store], str]], order: Order) -> None:
-        self._order = order
-        self.waiting: dict[int, Op] = {}
-        self.ended: dict[int, str] = {}
-        self._answers: dict[int, Any] = {}
-        self._go = [threading.Semaphore(0) for _ in codes]
-        self._parked = threading.Semaphore(0)
-        self._threads = [
-            threading.Thread(target=self._run, args=(number, code), daemon=True) for number, code in enumerate(codes)
-        ]
-        for thread in self._threads:
-            thread.start()
-            self._parked.acquire()
-
-    def let(self, number: int, found: Any) -> None:
-        """Answer a thread's operation. Return when it requests the next one or has ended."""
-        del self.waiting[number]
-        self._answers[number] = found
-        self._go[number].release()
-        self._parked.acquire()
-
-    def _run(self, number: int, code: Callable[[Store], str]) -> None:
-        def ask(op: Op) -> Any:
-            self.waiting[number] = op
-            self._parked.release()
-            self._go[number].acquire()
-            found = self._answers[number]
-            if found is Stopped:
-                # Every later call fails as well, like those of a dead process.
-                self._answers[number] = Stopped
-                raise Stopped
-            return found
-
-        running.order = self._order
-        try:
-            self.ended[number] = code(AskedStore(ask))
-        except Stopped:
-            self.ended[number] = "dead"
-        except BaseException as err:
-            self.ended[number] = f"{type(err).__name__}: {err}"
-        self._parked.release()
-
-
 def play(
     seed: int, content: Content, saves: Sequence[Callable[[Store], str]], reads: int, judge: Judge
 ) -> tuple[Content, list[str], int]:
@@ -366,20 +330,24 @@ def play(
     Return the content at its end, the results of each save and reader, and the number of operations.
     """
     chance = random.Random(seed)
-    codes, faulty = [*saves, *[read] * reads], range(len(saves))
-    turns = Turns(codes, lambda jobs: chance.sample(jobs, len(jobs)))
+    agents, faulty = [Agent(code, partial(_shuffled, seed)) for code in (*saves, *[read] * reads)], range(len(saves))
+    for agent in agents:
+        agent.start(content)
+    places, waiting = [0] * len(agents), {*range(len(agents))}
     stay, dies = chance.choice((0.0, 0.5, 0.9)), chance.choice((None, *faulty))
     death, fault = chance.randrange(40), chance.choice((0.0, 0.02))
     deleted: list[str] = []
     current, step = 0, 0
-    while turns.waiting:
-        if current not in turns.waiting or chance.random() >= stay:
-            current = chance.choice(sorted(turns.waiting))
-        op = turns.waiting[current]
+    while waiting:
+        if current not in waiting or chance.random() >= stay:
+            current = chance.choice(sorted(waiting))
+        op = agents[current].nodes[places[current]]
+        if not isinstance(op, Op):
+            waiting.remove(current)
+            continue
         step += 1
         if current == dies and step >= death:
-            while current in turns.waiting:
-                turns.let(current, Stopped)
+            waiting.remove(current)
             continue
         found, after = answer(content, op)
         if op.verb == "delete":
@@ -396,8 +364,14 @@ def play(
         if deleted and chance.random() < 0.1:
             content = answer(content, Op("delete", chance.choice(deleted)))[1]
         judge.committed(content)
-        turns.let(current, found)
-    return content, [turns.ended[number] for number in range(len(codes))], step
+        places[current] = agents[current].after(places[current], found, content)
+    ends = [agent.nodes[place] for agent, place in zip(agents, places, strict=True)]
+    return content, ["dead" if isinstance(end, Op) else end for end in ends], step
+
+
+def _shuffled(seed: int, jobs: list[Any]) -> list[Any]:
+    """Return jobs in a random order, which is the same each time that an agent runs again."""
+    return random.Random(f"{seed} {len(jobs)}").sample(jobs, len(jobs))
 
 
 @dataclass

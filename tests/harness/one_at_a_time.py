@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -155,8 +153,8 @@ Order = Callable[[list[Any]], list[Any]]
 """The order of jobs that threads would run at the same time."""
 
 
-class Running(threading.local):
-    """The number of the save that runs in this thread, and the order of its jobs."""
+class Running:
+    """The number of the save that runs, and the order of its jobs."""
 
     number = FIRST
     order: Order = list
@@ -174,17 +172,6 @@ def _run(
 
 
 @contextmanager
-def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
-    """Replace :func:`_jobs.in_thread`: run the call before the caller continues."""
-    outcome: Future[T] = Future()
-    try:
-        outcome.set_result(call())
-    except BaseException as err:
-        outcome.set_exception(err)
-    yield outcome.result
-
-
-@contextmanager
 def one_thread() -> Iterator[None]:
     """Run all jobs of the package in the calling thread. Saves get ids and times from their numbers.
 
@@ -193,7 +180,6 @@ def one_thread() -> Iterator[None]:
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
     instead: dict[str, tuple[Any, Any]] = {
         "run_jobs": (_jobs.run_jobs, _run),
-        "in_thread": (_jobs.in_thread, _first),
         "new_id": (marker.new_id, lambda: save_id(running.number)),
         # The record of a removal has the time, which must differ between removals.
         "now": (sealed.now, lambda: f"2026-01-01T00:00:0{running.number}.000000Z"),
