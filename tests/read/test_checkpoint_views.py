@@ -67,6 +67,9 @@ def test_one_entry_is_not_those_whose_names_begin_alike(tmp_path: Path) -> None:
     zarrckpt.save({"a": torch.ones(3), "a.b": torch.ones(5), "v": 1}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
     assert [ckpt.entry(fqn).nbytes for fqn in ckpt] == [12, 20, 0]
+    entry = ckpt.entry("a.b")
+    assert (entry.kind, entry.keys, entry.dtype, entry.shape) == ("tensor", ("a.b",), "float32", (5,))
+    assert ckpt.entry("v").kind == "value" and ckpt.entry("v").shape is None
     with pytest.raises(zarrckpt.KeyMismatchError):
         ckpt.select("v").entry("a")
 
