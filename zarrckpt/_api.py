@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._jobs import Progress
-from zarrckpt._load.steps import LoadRequest, load_state
+from zarrckpt._load.steps import LoadRequest, load_on_ranks
 from zarrckpt._options import LoadOptions, SaveOptions
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.steps import save_state
+from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Url
@@ -95,7 +95,7 @@ def save(
     )
     if no_dist:
         objects.refuse_objects_of_ranks(state)
-    return save_state(partial(LocalState.from_user_state, state), request, ranks)
+    return save_on_ranks(partial(LocalState.from_user_state, state), request, ranks)
 
 
 def load(
@@ -178,4 +178,4 @@ def load(
         allow_cast=allow_cast,
         progress=progress,
     )
-    return load_state(state, dataclasses.replace(request, droppable=droppable), ranks)
+    return load_on_ranks(state, dataclasses.replace(request, droppable=droppable), ranks)

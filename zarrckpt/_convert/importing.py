@@ -30,7 +30,7 @@ from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.steps import save_state
+from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import for_save
@@ -96,7 +96,7 @@ def import_checkpoint(
         progress=progress,
     )
     ranks = Ranks(no_dist=True)
-    return save_state(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)
+    return save_on_ranks(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)
 
 
 def _path_with(above: Sequence[str], path: StatePath) -> StatePath:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 MAX_MESSAGE_BYTES = 2**32 - 1
 """Maximum size of a message in bytes."""
 
-MAX_LEVELS = 160
+_MAX_LEVELS = 160
 """Maximum nesting of a message. It is more than the 128 levels of a JSON value in a checkpoint."""
 
 _TREE_LENGTH = struct.Struct("<I")
@@ -102,7 +102,7 @@ def _checked_object(cls: Any, *fields: Any) -> Any:
 def encode(value: object) -> bytes:
     """Return the bytes of a value. Raises CheckpointError for an object of a class that is not registered."""
     raw: list[Any] = []
-    text = _TREE_ENCODER.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
+    text = _TREE_ENCODER.encode(_tree_of(value, raw, _MAX_LEVELS)).encode()
     length = _TREE_LENGTH.size + len(text) + sum(map(len, raw))
     if length > MAX_MESSAGE_BYTES:
         raise CheckpointError(f"a message to another rank has {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
@@ -114,7 +114,7 @@ def _tree_of(value: Any, raw: list[Any], levels: int) -> Any:
     if kind in _SCALARS:
         return ["n", struct.pack(">d", value).hex()] if value != value else value
     if levels == 0:
-        raise CheckpointError(f"a message to another rank is nested deeper than {MAX_LEVELS} levels")
+        raise CheckpointError(f"a message to another rank is nested deeper than {_MAX_LEVELS} levels")
     if kind is bytes:
         raw.append(value)
         return ["b", len(value)]
@@ -173,7 +173,7 @@ def _decoded(data: bytes, expected: Any) -> Any:
         raise ValueError(f"found {len(data)} bytes, expected at least {end}")
     tree = json.loads(str(data[_TREE_LENGTH.size : end], "utf-8"))
     reader = _Reader(data, end)
-    value = reader.value(tree, MAX_LEVELS)
+    value = reader.value(tree, _MAX_LEVELS)
     if reader.at != len(data):
         raise ValueError(f"found {len(data) - reader.at} bytes after the end of the message")
     if not type_check(expected)(value):
@@ -196,7 +196,7 @@ class _Reader:
         if not tree or type(tree[0]) is not str:
             raise ValueError("found a list without a tag")
         if levels == 0:
-            raise ValueError(f"nested deeper than {MAX_LEVELS} levels")
+            raise ValueError(f"nested deeper than {_MAX_LEVELS} levels")
         tag = tree[0]
         if tag == "b":
             return self._bytes(*tree[1:])

@@ -74,7 +74,7 @@ class LoadRequest:
         return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename=rename)
 
 
-def load_state(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
+def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
     with open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:

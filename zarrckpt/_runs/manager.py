@@ -30,7 +30,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._jobs import check_limits
-from zarrckpt._load.steps import LoadRequest, load_state
+from zarrckpt._load.steps import LoadRequest, load_on_ranks
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
@@ -42,7 +42,7 @@ from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_of
 from zarrckpt._save.background import SaveFuture, save_in_background
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.steps import save_state
+from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
@@ -264,7 +264,7 @@ class CheckpointManager:
                 return found
             spec = self._spec.child(chosen.name)
             try:
-                self._last_report = load_state(state, dataclasses.replace(request, spec=spec), self._ranks)
+                self._last_report = load_on_ranks(state, dataclasses.replace(request, spec=spec), self._ranks)
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if chosen.step is None or (step is not None and not chosen.others):
                     raise
@@ -295,7 +295,7 @@ class CheckpointManager:
         keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys
         patterns = request.keys if keys is None else [*keys]
         request = dataclasses.replace(request, spec=self._source, keys=patterns)
-        self._last_report = load_state(state, request, self._ranks)
+        self._last_report = load_on_ranks(state, request, self._ranks)
         return None if keys is not None else chosen.step
 
     # -- to save
@@ -411,7 +411,7 @@ class CheckpointManager:
             future = save_in_background(state, request, self._ranks)
         else:
             future = SaveFuture(request.spec.url)
-            report = save_state(partial(LocalState.from_user_state, state), request, self._ranks)
+            report = save_on_ranks(partial(LocalState.from_user_state, state), request, self._ranks)
             future.run(lambda: report)
         self._saving, self._saved = future, (step, future)
         self._last_step = max(step, self._last_step)

@@ -33,14 +33,14 @@ from zarrckpt._state.local_state import LocalState
 record(SaveReport)
 
 
-def save_state(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
+def save_on_ranks(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
     """Save the states that ``read_state`` returns on the ranks, and commit. An error on one rank is raised on all."""
     with open_rounds(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
         return save_in_rounds(rounds, read_state, RankSave(request))
 
 
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
-    """Make a save with connected ranks, as in :func:`save_state`, without a call to torch.distributed."""
+    """Make a save with connected ranks, as in :func:`save_on_ranks`, without a call to torch.distributed."""
     # The coordinator begins the attempt in the round in which the ranks agree.
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
     plan, attempt = agreed.plan, agreed.attempt
