@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zarrckpt._save.steps  # noqa: F401 - it registers SaveReport
 from zarrckpt import CheckpointError, SaveReport
 from zarrckpt._format import wire
 from zarrckpt._format.compression import Blosc, Zstd
