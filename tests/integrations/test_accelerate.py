@@ -1,4 +1,4 @@
-"""Runs with Accelerate that are killed and go on; what an accelerator keeps; what is refused."""
+"""Runs with Accelerate that are killed and resumed, the state of an accelerator, and wrong use."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from zarrckpt.integrations.accelerate import load_state, restoring, save_state, 
 SCRIPT = Path(__file__).with_name("accelerate_run.py")
 
 
-def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
-    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=120, env=env)
+def run(ranks: int, env: dict[str, str] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """Return the script's output on these ranks, by rank and in order. It may kill itself if the fields request it."""
+    done = launch(SCRIPT, json.dumps(fields), ranks=ranks, timeout=120, env=env)
     killed = done.returncode == -signal.SIGKILL if ranks == 1 else "SIGKILL" in done.stderr
-    assert killed if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+    assert killed if "kill_at" in fields else done.returncode == 0, done.stderr[-4000:]
     return rows_in(done.stdout)
 
 
-WAYS = {
+CASES = {
     "alone": (1, {"scaler": True, "hooks": True}),
     "ddp with a manager": (2, {"manager": True, "stateful": find_spec("torchdata") is not None}),
     "fsdp2 in the background": (2, {"fsdp2": True, "hooks": True, "background": True}),
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path, moto_bucket: Any) -> None:
-    ranks, way = WAYS[name]
-    # On S3, but for the one whose kill may come amid a save.
-    local = "background" in way
+    ranks, fields = CASES[name]
+    # Runs are on S3, except those that may be killed during a save.
+    local = "background" in fields
     url, env = (str(tmp_path), {}) if local else (moto_bucket.url("run"), moto_bucket.environment)
     options = None if local else moto_bucket.storage_options
-    killed = run(ranks, env, url=url, steps=99, kill_at=9, **way)
-    # From further back there is more to compare.
+    killed = run(ranks, env, url=url, steps=99, kill_at=9, **fields)
+    # An older checkpoint leaves more steps to compare.
     newest = zarrckpt.latest(url, storage_options=options)
     assert newest is not None and newest[-1] in "68"
     if newest[-1] == "8":
         zarrckpt.remove(newest, storage_options=options)
-    # Another seed: whatever does not come from the checkpoint is another.
-    resumed = run(ranks, env, url=url, steps=9, seed=1, **way)
+    # With another seed, all state that is not from the checkpoint differs.
+    resumed = run(ranks, env, url=url, steps=9, seed=1, **fields)
 
     assert [row["restored"] for row in resumed if "restored" in row] == [6] * ranks
     assert [row for row in resumed if "step" in row] == [row for row in killed if row.get("step", 0) > 6]
-    assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in way)
+    assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in fields)
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path) -> None:
-    way = {"url": str(tmp_path), "dropout": 0.0}
-    whole = {row["step"]: row for row in run(1, steps=8, **way) if "step" in row}
+    fields = {"url": str(tmp_path), "dropout": 0.0}
+    whole = {row["step"]: row for row in run(1, steps=8, **fields) if "step" in row}
     for step in (8, 6, 4):
         zarrckpt.remove(str(tmp_path / f"step-{step}"))
     before = whole[2]
     for ranks, steps, more in [(2, 4, {"fsdp2": True}), (4, 6, {"fsdp2": True}), (1, 8, {"seed": 1})]:
-        rows = run(ranks, steps=steps, **way, **more)
+        rows = run(ranks, steps=steps, **fields, **more)
         restored = [row for row in rows if "restored" in row]
         assert [row["restored"] for row in restored] == [steps - 2] * ranks
         # All moments, bit for bit.
@@ -90,7 +90,7 @@ def _a_fresh_accelerator() -> Iterator[None]:
 
 
 class Holder:
-    """A registered object that gives whatever it is told to."""
+    """A registered object that returns a given state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -190,7 +190,7 @@ def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
     for _ in range(3):
         save_state(accelerator, storage_options=options)
     expected = model.weight.detach().clone()
-    # Those before stay until this one is committed.
+    # Earlier checkpoints stay until this one is committed.
     save_state(accelerator, storage_options=options, background=True).result()
     with torch.no_grad():
         model.weight.zero_()
@@ -222,7 +222,7 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     second(first(torch.ones(2))).sum().backward()
     both.step()
     save_state(accelerator, str(tmp_path / "a"))
-    # Its own counts are of micro-batches and saves, and no step of the training.
+    # Accelerate counts micro-batches and saves, not steps of the training.
     assert zarrckpt.open(tmp_path / "a").info.step is None
     save_state(accelerator, str(tmp_path / "b"), metadata={"step": 7})
     assert zarrckpt.open(tmp_path / "b").info.step == 7
@@ -273,7 +273,7 @@ def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monke
 
 def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _ = accelerator_with()
-    with restoring(accelerator):  # nothing is loaded: nothing is taken
+    with restoring(accelerator):  # no load, so the accelerator is unchanged
         pass
     save_state(accelerator, str(tmp_path / "a"))
     with pytest.raises(zarrckpt.UnsupportedValueError, match="restoring"):

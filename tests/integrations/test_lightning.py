@@ -46,7 +46,7 @@ def fit(world: int, env: dict[str, str] | None = None, **fields: Any) -> list[di
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Weights and moments, bit for bit."""
+    """Compare weights and moments bit for bit."""
     for kind in ("weights", "moments"):
         assert one[kind].keys() == other[kind].keys()
         assert all(torch.equal(value, other[kind][name]) for name, value in one[kind].items())
@@ -54,7 +54,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, str]) -> int:
-    """Run the script in processes of its own; returns the exit status."""
+    """Run the script in separate processes. Return the exit status."""
     torchrun, arguments = fields["strategy"] != "auto", (json.dumps(fields), str(result))
     return launch(
         HERE / "lightning_run.py", *arguments, ranks=world, timeout=100, env=env, torchrun=torchrun
@@ -67,7 +67,10 @@ def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, s
 def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
     strategy: str, killed_on: int, loaded_on: int, background: bool, tmp_path: Path, moto_bucket: S3Place
 ) -> None:
-    """Killed in the third epoch. On as many processes, bit for bit. In the background: with a sharded average, too."""
+    """Kill it in the third epoch, resume on the same number of processes, and compare bit for bit.
+
+    With saves in the background, the model has a sharded average, too.
+    """
     env, log, result = moto_bucket.environment, tmp_path / "losses", tmp_path / "result"
     (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3, average=background)
     fields = {"folder": moto_bucket.url("run"), "strategy": strategy, "background": background, "log": str(log)}
@@ -97,7 +100,7 @@ def test_all_that_lightning_keeps_comes_back_and_superfluous_checkpoints_go(tmp_
     run, env = str(tmp_path / "run"), {}
     (whole,) = fit(1, env, folder=str(tmp_path / "whole"), top_k=2)
     (first,) = fit(1, env, folder=run, epochs=2, top_k=2, resume="last")
-    assert first["resumed_from"] is None  # there was none
+    assert first["resumed_from"] is None  # there was no checkpoint
     (again,) = fit(1, env, folder=run, top_k=2, resume="last")
     assert again["resumed_from"] == f"{run}/last.ckpt"
     assert {**first["losses"], **again["losses"]} == whole["losses"]
@@ -155,7 +158,7 @@ def test_fsdp1_refuses_optimizers_of_ddp_and_takes_none_of_its_parts(tmp_path: P
 
 
 def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -> None:
-    """On all ranks, at the first save, and nothing is written. Pickles are only written where they are asked for."""
+    """The error is raised on all ranks at the first save, before a write. Pickles are written only if allowed."""
     hyperparameters = {"width": 16, "path": Path("data"), "nested": {"loss": torch.nn.MSELoss()}}
     with pytest.raises(
         RankError, match=r"'hyper_parameters.hyperparameters.path' is or has a pathlib.PosixPath"
@@ -216,7 +219,7 @@ def test_what_cannot_be_removed_stays_and_is_logged(tmp_path: Path, caplog: pyte
     assert "CheckpointPinnedError" in caplog.text and io.load_checkpoint(url) == {"epoch": 1}
     zarrckpt.unpin(url, pin)
     io.remove_checkpoint(url)
-    io.remove_checkpoint(url)  # as OnExceptionCheckpoint does where it has saved nothing
+    io.remove_checkpoint(url)  # like OnExceptionCheckpoint if it has saved no checkpoint
     assert not os.path.exists(url)
 
 
@@ -238,7 +241,7 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
         assert found._find_last_checkpoints(trainer) == {path}
         assert found.file_exists(f"{folder}/last.ckpt", trainer)
         assert not found.file_exists(f"{folder}/last-v1.ckpt", trainer)  # the next save there cleans up
-    # Why there is a class of our own: when this fails, Lightning's does as well.
+    # The reason for this class: if this assertion fails, Lightning's own class would do.
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
 
 
@@ -264,11 +267,11 @@ def test_folders_and_checkpoints_may_be_any_place(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("averaging", ["ema", "swa"])
 def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Path) -> None:
-    """EMA amid an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
+    """EMA within an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
     amid = averaging == "ema"
 
     class Broken(Callback):
-        """Breaks a run off after the seventh batch, or before the fourth epoch."""
+        """Callback that ends a run by an error after the seventh batch, or before the fourth epoch."""
 
         def __init__(self) -> None:
             self.losses: dict[tuple[int, int], float] = {}
@@ -326,7 +329,7 @@ def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named
     ("one", "worlds", "other"), [("auto", (1, 1), "auto"), ("auto", (1, 2), "fsdp2"), ("fsdp2", (2, 2), "fsdp2")]
 )
 def test_a_run_of_lightning_alone_goes_on_here(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
-    """From its file, or its folder of a sharded model; which retention then takes for what they are."""
+    """Resume from Lightning's file, or its folder of a sharded model. Retention then counts them as checkpoints."""
     run = tmp_path / "run"
     (whole, *_) = fit(worlds[0], folder=str(tmp_path / "whole"), strategy=one)
     (first, *_) = fit(worlds[0], folder=str(run), strategy=one, epochs=2, plain=True, top_k=2)
@@ -364,7 +367,7 @@ def test_a_link_to_the_last_checkpoint_leads_to_a_whole_one_and_goes_alone(tmp_p
 def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
     moto_bucket: S3Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And who uses Lightning's own ModelCheckpoint there is told of it at the first save, which changes over."""
+    """With Lightning's own ModelCheckpoint, the first save warns and uses this package's class instead."""
     for name, value in moto_bucket.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -390,7 +393,7 @@ def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
 
 
 def test_stored_paths_of_checkpoints_elsewhere_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning deletes and opens what a ModelCheckpoint's state names."""
+    """Lightning would delete and open the paths in a ModelCheckpoint's state."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     run, victim, io = str(tmp_path / "run"), "memory://victim/last.ckpt", ZarrCheckpointIO()
     zarrckpt.save({"epoch": 1}, victim)

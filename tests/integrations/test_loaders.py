@@ -1,4 +1,4 @@
-"""The example with torchdata's StatefulDataLoader: killed amid an epoch and an accumulation of gradients."""
+"""The example with torchdata's StatefulDataLoader, killed within an epoch and an accumulation of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of torchtitan's trainer that are killed and go on; what its settings mean."""
+"""Runs of torchtitan's trainer that are killed and resumed, and its settings."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
-    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=180, env=env, torchrun=True)
-    assert "SIGKILL" in done.stderr if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+def run(ranks: int, env: dict[str, str] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """Return the script's output on these ranks, by rank and in order. It may kill itself if the fields request it."""
+    done = launch(SCRIPT, json.dumps(fields), ranks=ranks, timeout=180, env=env, torchrun=True)
+    assert "SIGKILL" in done.stderr if "kill_at" in fields else done.returncode == 0, done.stderr[-4000:]
     return rows_in(done.stdout)
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_bucket: Any) -> None:
     url = moto_bucket.url("titan")
-    way = {"folder": url, "assets": assets, "batch": 1, "checkpoint": {"keep_latest_k": 2, "async_mode": "async"}}
-    killed = run(2, moto_bucket.environment, steps=10, kill_at=9, **way)
-    # From further back there is more to compare.
+    fields = {"folder": url, "assets": assets, "batch": 1, "checkpoint": {"keep_latest_k": 2, "async_mode": "async"}}
+    killed = run(2, moto_bucket.environment, steps=10, kill_at=9, **fields)
+    # An older checkpoint leaves more steps to compare.
     options = moto_bucket.storage_options
     newest = zarrckpt.latest(url, storage_options=options)
     assert newest is not None and newest[-1] in "68"
     if newest[-1] == "8":
         zarrckpt.remove(newest, storage_options=options)
-    # Another seed: whatever does not come from the checkpoint is another.
-    resumed = run(2, moto_bucket.environment, steps=10, seed=1, **way)
+    # With another seed, all state that is not from the checkpoint differs.
+    resumed = run(2, moto_bucket.environment, steps=10, seed=1, **fields)
 
     assert [row["restored"] for row in resumed if "restored" in row] == [6, 6]
     assert [row for row in resumed if 6 < row.get("step", 0) < 10] == [row for row in killed if row.get("step", 0) > 6]
@@ -59,14 +59,14 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_b
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes(assets: str, tmp_path: Path) -> None:
-    way = {"folder": str(tmp_path), "assets": assets}
-    whole = {row["step"]: row for row in run(1, steps=6, **way) if "step" in row}
+    fields = {"folder": str(tmp_path), "assets": assets}
+    whole = {row["step"]: row for row in run(1, steps=6, **fields) if "step" in row}
     for step in (6, 4):
         zarrckpt.remove(str(tmp_path / f"step-{step:08}"))
     digest = whole[2]["digest"]
-    # The batches are the same where the number of data parallel ranks is.
+    # The batches are equal if the number of data parallel ranks is.
     for ranks, steps, more in [(2, 4, {"tensor_parallel": 2}), (1, 6, {"seed": 1})]:
-        rows = run(ranks, steps=steps, **way, **more)
+        rows = run(ranks, steps=steps, **fields, **more)
         assert [(row["restored"], row["digest"]) for row in rows if "restored" in row] == [(steps - 2, digest)] * ranks
         for row in rows:
             if "step" in row:
@@ -74,11 +74,11 @@ def test_a_run_goes_on_with_other_numbers_of_processes(assets: str, tmp_path: Pa
                 digest = row["digest"]
 
 
-# -- in this process, with other parts than torchtitan's
+# -- in this process, with stand-ins for torchtitan's model, optimizer and trainer
 
 
 class Part:
-    """A state that is there to be saved."""
+    """An object with a state to save."""
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -91,7 +91,7 @@ class Part:
 
 
 class Adapter:
-    """The names of Hugging Face are these with a prefix."""
+    """Adapter that adds a prefix to names, for Hugging Face's names."""
 
     fqn_to_index_mapping = None
     hf_assets_path = None
@@ -108,7 +108,7 @@ def _one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 class Run:
-    """A manager and what it saves, in which every number is ``value``."""
+    """A manager and its states, in which every number is ``value``."""
 
     def __init__(self, folder: Path | str, value: float = 0.0, kind: type = ZarrCheckpointManager, **settings: Any):
         self.model = torch.nn.Linear(3, 2)
@@ -126,13 +126,13 @@ class Run:
         )
 
     def values(self) -> tuple[float, float, int]:
-        """Of the model, the optimizer, and the trainer, as they are now."""
+        """Return the current values of the model, the optimizer and the trainer."""
         moments = self.optimizers.state["state.weight.exp_avg"]
         return self.model.weight[0, 0].item(), moments[0, 0].item(), self.train_state.state["step"]
 
 
 def saved(folder: Path | str, *steps: int, kind: type = ZarrCheckpointManager, **settings: Any) -> None:
-    """A run's checkpoints: in that of step n everything is n."""
+    """Save checkpoints of a run. All numbers of step n are n."""
     for step in steps:
         run = Run(folder, step, kind, **settings)
         run.manager.load()
@@ -233,7 +233,7 @@ def test_the_last_step_is_saved_as_torchtitan_says(tmp_path: Path) -> None:
     run.manager.close()
     last = zarrckpt.open(tmp_path / "step-00000005").load()
     assert {*last} == {"weight", "bias"} and last["weight"].dtype == torch.bfloat16 and last["bias"][0] == 4
-    # The weights alone are no checkpoint to go on from.
+    # A checkpoint with only weights cannot be resumed.
     with pytest.raises(zarrckpt.KeyMismatchError, match="optimizer"):
         loaded(tmp_path)
     assert loaded(tmp_path, 4) == (4, 4, 4)

@@ -40,7 +40,7 @@ ROOT = SCRIPT.parents[2]
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the Trainer writes beside checkpoints stays in the test's folder."""
+    """Run in the test's folder, where the Trainer writes its other files."""
     monkeypatch.chdir(tmp_path)
     transformers.logging.set_verbosity_error()
     yield
@@ -55,7 +55,7 @@ def trained(**given: Any) -> ZarrTrainer:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Losses, weights, the optimizer's state and generators, bit for bit."""
+    """Compare losses, weights, the optimizer's state and generators bit for bit."""
     assert one["losses"] == other["losses"]
     for part in ("weights", "moments"):
         assert one[part].keys() == other[part].keys()
@@ -79,7 +79,7 @@ def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path,
 
     resumed = {**given, "trainer": store, "seed": 2, "resume": True, "result": "resumed.pt"}
     signalled = {**given, "trainer": {"checkpoint_dir": "signalled", "signals": ["SIGTERM"]}}
-    # The whole group of rank 1 gets it, with the workers of its DataLoader.
+    # The whole process group of rank 1 gets the signal, with the workers of its DataLoader.
     workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     term = {"step": 5, "rank": 1, "number": signal.SIGTERM, "group": True}
     ended = {**signalled, "arguments": {**given["arguments"], **workers}, "killed": term, "result": "ended.pt"}
@@ -120,11 +120,11 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     still = {"config": {"attention_dropout": 0.0}, "arguments": {"per_device_train_batch_size": 2}}
     alone = {"config": {"attention_dropout": 0.0}}
     first = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "first"}, "result": "first.pt"}
-    # From one process, and from two that shard.
+    # Load from one process, and from two that shard.
     trained(**alone, trainer={"checkpoint_dir": "alone"})
     back = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "back"}, "resume": "alone/step-00000008"}
     again = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "again"}, "resume": "first/step-00000008"}
-    # So do models that transformers itself shards as they are loaded.
+    # Models that transformers shards while loading them work, too.
     LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
     own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
     own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
@@ -141,7 +141,7 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     for other in (one, torch.load("back.pt")):
         assert other["losses"].keys() == two["losses"].keys()
         assert all(abs(other["losses"][step] - loss) < 1e-4 for step, loss in two["losses"].items())
-    # As they are loaded, before any step, moments are those that were saved.
+    # Before the first step, the loaded moments equal the saved ones.
     for folder, other in (("first", one), ("alone", torch.load("back.pt"))):
         saved = zarrckpt.open(f"{folder}/step-00000008").load("optimizer")["optimizer"]["state"]
         moments = {f"{name}.{slot}": value for name, slots in saved.items() for slot, value in slots.items()}
@@ -157,7 +157,7 @@ def steps(folder: str) -> list[int]:
 
 
 class Scripted(ZarrTrainer):
-    """Whose evaluations give what the test says."""
+    """A Trainer whose evaluations return given losses."""
 
     scores: dict[int, float]
 
@@ -176,7 +176,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     model = LlamaForCausalLM(transformers_run.config())
     sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
     trainer = Scripted(model, args, **sets, checkpoint_dir="run", background=background)
-    # Of equal ones the first is the best.
+    # The first of several equal checkpoints is the best.
     trainer.scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.2}
     trainer.train()
     assert steps("run") == kept
@@ -185,7 +185,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     saved = zarrckpt.open("run/step-00000004").load("model")["model"]
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
-    # The best of before is known after a resume, also where the run has been moved.
+    # After a resume, the earlier best is known, even if the run's folder was moved.
     Path("run").rename("moved")
     args = dataclasses.replace(args, max_steps=14)
     again = Scripted(model, args, **sets, checkpoint_dir="moved")
@@ -196,7 +196,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
 
 
 class NamesBest(TrainerCallback):
-    """Has the next save keep another text as the best checkpoint's."""
+    """Callback that replaces the name of the best checkpoint in the state that is saved next."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -247,7 +247,7 @@ def test_only_the_model_is_saved_and_resumed() -> None:
 
 
 class Scaled(ZarrTrainer):
-    """With a scaler of gradients, which Accelerate makes only on accelerators."""
+    """A Trainer with a scaler of gradients, which Accelerate makes only on accelerators."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -285,7 +285,7 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
 
 
 def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
-    """Its state of the Trainer, too, on all ranks. Damaged checkpoints are replaced when their step is done anew."""
+    """The Trainer's state is that of the older one on all ranks. The damaged one is replaced when its step is saved."""
     run = {"fsdp": True, "arguments": {"per_device_train_batch_size": 2}, "trainer": {"checkpoint_dir": "run"}}
     assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
     for folder, entry in (("step-00000012", "optimizer"), ("step-00000008", "trainer")):
@@ -345,7 +345,7 @@ def test_a_signal_ends_training_with_a_save() -> None:
     assert_equal(whole, transformers_run.result(resumed))
 
 
-# -- no pickle by surprise
+# -- pickles only if allowed
 
 
 class Counted(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -362,7 +362,7 @@ class Counted(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class Opaque:
-    """What only pickle keeps."""
+    """An object that only pickle can save."""
 
     def __add__(self, other: int) -> Opaque:
         return self
