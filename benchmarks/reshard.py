@@ -60,12 +60,9 @@ def run(options: Options) -> Results:
             group = f"bytes read / needed, {name}"
             for change, (planned, sent, alone, dcp) in fresh(_read_all, layer, folder).items():
                 shared = loaded.get(change, planned)
-                note = f"{sent:.2f} sent" + ("" if change in loaded else "; planned")
-                found.figures.append(
-                    Figure(group, f"{change}, zarrckpt, together", shared, "", GOAL, most=True, note=note)
-                )
-                found.figures.append(Figure(group, f"{change}, zarrckpt, alone", alone))
-                found.figures.append(Figure(group, f"{change}, DCP FileSystem", dcp))
+                planned_only = "" if change in loaded else "; planned"
+                note = f"sent {sent:.2f}; alone {alone:.2f}; DCP FileSystem {dcp:.2f}{planned_only}"
+                found.figures.append(Figure(group, change, shared, "", GOAL, most=True, note=note))
     return found
 
 
