@@ -144,13 +144,13 @@ class PageReader:
         return found
 
 
-def test_there_is_one_of_each_kind() -> None:
+def test_a_golden_checkpoint_of_each_kind_exists() -> None:
     assert {file.stem for file in golden.GOLDEN.glob("*.zip")} == set(golden.CHECKPOINTS) == set(EXPECTED)
     assert {file.stem for file in golden.GOLDEN.glob("*.json")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
+def test_golden_checkpoints_open_load_and_verify(name: str, tmp_path: Path) -> None:
     folder, expected = unpacked(name, tmp_path), EXPECTED[name]
     ckpt = zarrckpt.open(folder, allow_pickle=True)
     assert (ckpt.verify(), ckpt.verify(quick=True)) and not ckpt.verify().damages
@@ -174,7 +174,7 @@ def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> None:
+def test_golden_checkpoints_contain_the_recorded_values(name: str, tmp_path: Path) -> None:
     folder, described = unpacked(name, tmp_path), description(name)
     assert golden.description(folder) == described  # the library finds the same
     tensors, reader = PageReader(folder).tensors(), Reader(folder)
@@ -263,7 +263,7 @@ def _load_on_two_ranks(folder: str) -> dict[str, Any]:
     return whole | {"rng": state["rng"].value, "read": state["read"].value}
 
 
-def test_what_four_ranks_saved_loads_on_two(tmp_path: Path) -> None:
+def test_a_save_of_four_ranks_loads_on_two(tmp_path: Path) -> None:
     for name in ("ranks", "ranks_merged"):
         for rank, loaded in enumerate(run_ranks(_load_on_two_ranks, str(unpacked(name, tmp_path)), world_size=2)):
             rng = {"seed": rank, "state": golden.bits("uint8", (6,), rank)}
@@ -287,7 +287,7 @@ def edited(folder: Path, change: dict[str, Any]) -> Path:
         ({"format": 2, "entries": [], "save_id": 5}, "format 2"),
     ],
 )
-def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_newer_formats_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     folder = edited(unpacked("overwritten", tmp_path), change)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     refused = pytest.raises(UnsupportedFormatError, match=f"{named}.*Upgrade zarrckpt")
@@ -308,11 +308,11 @@ def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def test_the_edit_is_what_is_refused(tmp_path: Path) -> None:
+def test_edited_roots_with_unknown_members_open(tmp_path: Path) -> None:
     assert zarrckpt.open(edited(unpacked("overwritten", tmp_path), {"later": "addition"})).verify()
 
 
-def test_an_existing_one_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_checkpoints_are_never_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(golden.GOLDEN, tmp_path / "golden")
     (tmp_path / "golden/chunks.zip").unlink()
     (tmp_path / "golden/zstd.zip").write_bytes(b"kept")

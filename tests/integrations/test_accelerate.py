@@ -41,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path, moto_bucket: Any) -> None:
+def test_a_killed_run_resumes_bit_for_bit(name: str, tmp_path: Path, moto_bucket: Any) -> None:
     ranks, fields = CASES[name]
     # Runs are on S3, except those that may be killed during a save.
     local = "background" in fields
@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path
     assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in fields)
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_numbers_of_processes(tmp_path: Path) -> None:
     fields = {"url": str(tmp_path), "dropout": 0.0}
     whole = {row["step"]: row for row in run(1, steps=8, **fields) if "step" in row}
     for step in (8, 6, 4):
@@ -113,7 +113,7 @@ def accelerator_with(*custom: Any) -> tuple[Accelerator, torch.nn.Module]:
     return accelerator, model
 
 
-def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_allowed(tmp_path: Path) -> None:
+def test_objects_that_need_pickle_are_named_at_the_save(tmp_path: Path) -> None:
     state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}, "end": (1, signal.SIGTERM)}
     holder = Holder(state)
     accelerator, _ = accelerator_with(holder)
@@ -134,7 +134,7 @@ def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_a
     assert holder.state == state and type(holder.state["seen"]) is Counter
 
 
-def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(tmp_path: Path) -> None:
+def test_extra_state_that_is_not_data_is_named_at_the_save(tmp_path: Path) -> None:
     class Extra(torch.nn.Linear):
         def get_extra_state(self) -> Any:
             return {"made": Path("x")}
@@ -150,7 +150,7 @@ def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(
     assert "optimizer.param_groups.0.hook" in str(err.value)
 
 
-def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:
+def test_registered_objects_get_their_saved_state(tmp_path: Path) -> None:
     module, growing = torch.nn.Linear(2, 2), Holder({"losses": {"1": 0.5}, "shadow": {"w": torch.ones(2)}, "none": {}})
     unused = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(module.parameters()), [1, 2])
     own = Holder({"own": zarrckpt.PerRank({"n": 1})})
@@ -176,7 +176,7 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
 
 
-def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
+def test_the_project_configuration_sets_names_and_limit(moto_bucket: Any) -> None:
     options = moto_bucket.storage_options
     accelerator, model = accelerator_with()
     with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
@@ -203,7 +203,7 @@ def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
         zarrckpt.open(f"{url}/checkpoints/checkpoint_0", storage_options=options)
 
 
-def test_the_projects_folder_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_projects_folder_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     accelerator, _ = accelerator_with()
     in_memory = f"memory://{tmp_path.name}"
@@ -233,7 +233,7 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     assert {"model", "optimizer", "optimizer_1"} <= {*zarrckpt.open(str(tmp_path / "a")).load()}
 
 
-def test_other_objects_than_at_the_save_are_an_error(tmp_path: Path) -> None:
+def test_a_load_with_other_objects_is_an_error(tmp_path: Path) -> None:
     accelerator, _ = accelerator_with(Holder({"a": 1}), Holder({"b": 2}))
     save_state(accelerator, str(tmp_path / "a"))
     accelerator._custom_objects.pop()
@@ -253,7 +253,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
     save_state(accelerator, str(tmp_path / "b"), background=True).result()
 
 
-def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_generators_are_restored_on_fewer_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.tensor([1]), torch.tensor([2])]
     restored: dict[int, int] = {}
     devices = SimpleNamespace(

@@ -206,7 +206,7 @@ class NamesBest(TrainerCallback):
 
 
 @pytest.mark.parametrize("form", ["{}", "../evil/step-00000001", "simplecache::file://{}"])
-def test_a_stored_best_outside_of_the_run_is_not_opened(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_checkpoint_outside_the_run_is_not_opened(form: str, caplog: pytest.LogCaptureFixture) -> None:
     evil = form.format(Path("evil/step-00000001").resolve())
     model = LlamaForCausalLM(transformers_run.config())
     zarrckpt.save({"model": LlamaForCausalLM(transformers_run.config())}, "evil/step-00000001")
@@ -228,7 +228,7 @@ def test_a_stored_best_outside_of_the_run_is_not_opened(form: str, caplog: pytes
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
-def test_where_the_best_is_the_newest_as_many_are_kept() -> None:
+def test_the_limit_holds_if_the_best_is_the_newest() -> None:
     best = {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 2}
     args = transformers_run.arguments(save_steps=2, max_steps=8, eval_strategy="steps", eval_steps=2, **best)
     sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
@@ -254,7 +254,7 @@ class Scaled(ZarrTrainer):
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 
 
-def test_the_scaler_comes_back() -> None:
+def test_the_scaler_is_restored() -> None:
     def scaled(steps: int) -> Scaled:
         transformers.set_seed(1)
         model = LlamaForCausalLM(transformers_run.config())
@@ -269,7 +269,7 @@ def test_the_scaler_comes_back() -> None:
     assert (state["scale"], state["_growth_tracker"]) == (32.0, 0) == (trainer.accelerator.scaler.get_scale(), 0)
 
 
-def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
+def test_a_run_rewinds_only_on_request() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
     with pytest.raises(ValueError, match="resume_from_checkpoint"):
         trained(trainer={"checkpoint_dir": "run"})
@@ -284,7 +284,7 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     assert_equal(whole, transformers_run.result(trained(trainer={"checkpoint_dir": "new"}, resume="auto")))
 
 
-def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
+def test_a_damaged_newest_checkpoint_is_skipped() -> None:
     """The Trainer's state is that of the older one on all ranks. The damaged one is replaced when its step is saved."""
     run = {"fsdp": True, "arguments": {"per_device_train_batch_size": 2}, "trainer": {"checkpoint_dir": "run"}}
     assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
@@ -299,7 +299,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
     assert [bool(zarrckpt.open(f"run/step-{step:08d}").verify()) for step in (4, 8, 12)] == [True] * 3
 
 
-def test_folders_of_a_trainer_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_a_trainer_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     in_memory, local = f"memory://{tmp_path.name}", f"{tmp_path}/run"
     forms = {"~/run": local, Path("~/run"): local, f"file://{local}": local, str(Path(in_memory)): in_memory}
@@ -317,7 +317,7 @@ def test_folders_of_a_trainer_may_be_any_place(tmp_path: Path, monkeypatch: pyte
     assert not [name for name in os.listdir() if ":" in name or "~" in name]
 
 
-def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
+def test_a_folder_that_the_plain_trainer_wrote_is_resumed() -> None:
     best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
     whole = transformers_run.result(trained(arguments=best, trainer={"checkpoint_dir": "run"}))
     transformers.set_seed(1)
@@ -368,7 +368,7 @@ class Opaque:
         return self
 
 
-def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
+def test_callbacks_are_restored_and_pickles_named() -> None:
     def made(count: Any, steps: int, run: str = "run") -> ZarrTrainer:
         args = transformers_run.arguments(restore_callback_states_from_checkpoint=True, max_steps=steps)
         model = LlamaForCausalLM(transformers_run.config())
@@ -457,7 +457,7 @@ def test_a_saved_configuration_names_no_code() -> None:
 
 
 @pytest.mark.parametrize("adapters_only", [True, False])
-def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
+def test_adapters_are_exported_for_peft(adapters_only: bool) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     base = LlamaForCausalLM(transformers_run.config())
@@ -477,7 +477,7 @@ def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/victim", "a/b", "..", ".", ""])
-def test_names_of_adapters_do_not_lead_outside(tmp_path: Path, name: str) -> None:
+def test_names_of_adapters_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     name = f"{tmp_path}{name}" if name.startswith("/") else name
     described = {"peft_config": json.dumps({name: {"peft_type": "LORA"}}), "config": "{}"}
     zarrckpt.save({"model": {f"a.lora_A.{name}.weight": torch.ones(2, 2)}, "trainer": described}, "checkpoint")
@@ -487,7 +487,7 @@ def test_names_of_adapters_do_not_lead_outside(tmp_path: Path, name: str) -> Non
     assert not [*tmp_path.rglob("adapter*")]
 
 
-def test_a_folder_keeps_its_files_unless_they_may_be_replaced(tmp_path: Path) -> None:
+def test_existing_files_are_replaced_only_with_overwrite(tmp_path: Path) -> None:
     described = {"peft_config": json.dumps({"default": {"peft_type": "LORA"}, "other": {"peft_type": "LORA"}})}
     weights = {f"a.lora_A.{name}.weight": torch.ones(2, 2) for name in ("default", "other")}
     zarrckpt.save({"model": weights, "trainer": described}, "adapters")
@@ -510,7 +510,7 @@ def test_a_folder_keeps_its_files_unless_they_may_be_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"model_type": "none"}', '{"model_type": []}', "3", b"x"])
-def test_configurations_of_other_types_are_errors_of_the_checkpoint(text: Any) -> None:
+def test_configurations_of_other_types_are_checkpoint_errors(text: Any) -> None:
     model = LlamaForCausalLM(transformers_run.config())
     zarrckpt.save({"model": model, "trainer": {"config": text}}, "other")
     with pytest.raises((zarrckpt.CheckpointError, ValueError), match="other"):
@@ -539,7 +539,7 @@ def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
     assert read.dtype is torch.bfloat16 and torch.equal(read(numbers).logits, loaded(numbers).logits)
 
 
-def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:
+def test_a_training_is_exported_for_from_pretrained(moto_bucket: Any) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -111,7 +111,7 @@ def _errors(folder: str) -> None:
         check(f"{url}-again", number)
 
 
-def test_an_error_at_any_step_is_raised_by_all_and_names_its_rank_alone(tmp_path: Path) -> None:
+def test_an_error_at_any_step_names_only_its_rank_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_errors, str(tmp_path), world_size=WORLD)
 
 
@@ -141,7 +141,7 @@ def _absences(folder: str) -> None:
     check(f"{folder}/last", 0.0)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_an_absent_rank_is_named(tmp_path: Path) -> None:
     run_ranks(_absences, str(tmp_path), world_size=WORLD)
 
 
@@ -153,7 +153,7 @@ def _other_plans(url: str) -> str:
     return told
 
 
-def test_ranks_with_other_plans_are_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_ranks_with_different_plans_are_named_before_a_write(tmp_path: Path) -> None:
     for told in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
         assert "ranks [2]" in told
 
@@ -194,7 +194,7 @@ def _destroyed(folder: str) -> None:
     check(f"{folder}/two", 2.0)
 
 
-def test_a_save_ends_without_the_default_group_and_the_next_group_saves(tmp_path: Path) -> None:
+def test_a_save_survives_the_end_of_the_default_group(tmp_path: Path) -> None:
     run_ranks(_destroyed, str(tmp_path), world_size=WORLD)
 
 
@@ -303,7 +303,7 @@ def test_a_coordinator_that_dies_before_the_commit_fails_the_save(step: str, tmp
         zarrckpt.open(tmp_path / "one")
 
 
-def test_ranks_that_lose_the_coordinator_after_the_commit_have_saved(tmp_path: Path) -> None:
+def test_losing_the_coordinator_after_the_commit_is_a_success(tmp_path: Path) -> None:
     found = outcomes(Fault(0, "committed", signal.SIGKILL), tmp_path, 10)
     saved = zarrckpt.open(tmp_path / "one").save_id
     assert found == {rank: ("saved", saved) for rank in (1, 2, 3)}

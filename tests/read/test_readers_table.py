@@ -187,7 +187,7 @@ def probed(folder: Path, asked: Asked, environment: dict[str, str]) -> Answers:
         return {reader: found for answers in pool.map(probe, PROCESSES) for reader, found in answers.items()}
 
 
-def test_the_tables_are_what_readers_do(tmp_path: Path, moto_bucket: S3Place) -> None:
+def test_the_tables_match_the_readers(tmp_path: Path, moto_bucket: S3Place) -> None:
     rows, on_s3 = make_rows(tmp_path), make_s3_cases(moto_bucket)
     cases = [case for row in rows.values() for case in row]
     ways = {reader: _ways(reader) for reader in COLUMNS}

@@ -55,7 +55,7 @@ def _train(run: str, before: int | None, wrote: int, *steps: int) -> list[int | 
     return found
 
 
-def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run, before, wrote = str(tmp_path / "run"), None, 1
     for size, steps in ((4, (10, 15, 20, 30)), (2, (40, 41)), (3, (50,)), (4, ())):
         found = run_ranks(_train, run, before, wrote, *steps, world_size=size)
@@ -75,7 +75,7 @@ def _fall_back(run: str) -> tuple[Any, ...]:
     return newest, older, told if dist.get_rank() == 0 else None
 
 
-def test_damaged_ones_are_passed_over_on_all_ranks(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ranks(_train, str(run), None, 1, 10, world_size=2)
     run_ranks(_train, str(run), 10, 2, 20, world_size=2)
@@ -144,7 +144,7 @@ def _count(run: str) -> tuple[str | None, list[Any], int | None, list[Any]]:
     return newest, looked, step, folder
 
 
-def test_one_rank_looks_for_all(tmp_path: Path) -> None:
+def test_one_rank_lists_for_all(tmp_path: Path) -> None:
     run_ranks(_train, str(tmp_path), None, 1, 10, world_size=2)
     found = run_ranks(_count, str(tmp_path), world_size=4)
     assert [(newest, step) for newest, _, step, _ in found] == [(str(tmp_path / name(10)), 10)] * 4
@@ -165,5 +165,5 @@ def _one_rank_alone(run: str) -> list[int]:
     return [1]
 
 
-def test_any_one_rank_may_look_and_pin(tmp_path: Path) -> None:
+def test_any_single_rank_may_list_and_pin(tmp_path: Path) -> None:
     assert run_ranks(_one_rank_alone, str(tmp_path), world_size=2) == [[1], [1]]
