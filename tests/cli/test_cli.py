@@ -571,10 +571,10 @@ def test_wrong_names_and_urls_suggest_right_ones(saved: Path) -> None:
     found = run("cat", saved, "model")
     assert found.exit_code == 3 and "a group with 2 entries: model.w, model.b" in found.stderr
     found = run("ls", saved / "model")
-    said = f"inside the checkpoint {saved}: use that url: zarrckpt ls {saved} model"
-    assert found.exit_code == 3 and said in found.stderr
-    for unknown, said in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
-        assert said in run("ls", unknown).stderr
+    message = f"inside the checkpoint {saved}: use that url: zarrckpt ls {saved} model"
+    assert found.exit_code == 3 and message in found.stderr
+    for unknown, message in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
+        assert message in run("ls", unknown).stderr
     for command in ("tree", "doctor"):
         assert f"the newest is {saved}" in run(command, saved.parent).stderr
 
@@ -629,11 +629,11 @@ def test_an_interrupt_ends_a_wait_for_a_server() -> None:
             assert connection.recv(4) == b"GET "
             command.send_signal(signal.SIGINT)
             try:
-                _, told = command.communicate(timeout=30)
+                _, message = command.communicate(timeout=30)
             finally:
                 command.kill()
                 connection.close()
-    assert command.returncode == 130 and told == "zarrckpt: interrupted\n"
+    assert command.returncode == 130 and message == "zarrckpt: interrupted\n"
 
 
 def test_an_interrupt_at_a_prompt_ends_the_command(saved: Path) -> None:
@@ -690,7 +690,7 @@ def test_output_uses_the_configured_encoding(
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "told"),
+    ("redirection", "status", "message"),
     [
         (">/dev/full", 3, "standard output failed: No space left"),
         ("1</dev/null", 3, "standard output failed: Bad file descriptor"),
@@ -700,14 +700,14 @@ def test_output_uses_the_configured_encoding(
         (">/dev/full 2>/dev/full", 3, ""),
     ],
 )
-def test_closed_streams_do_not_change_the_exit_code(redirection: str, status: int, told: str, saved: Path) -> None:
+def test_closed_streams_do_not_change_the_exit_code(redirection: str, status: int, message: str, saved: Path) -> None:
     """A result that cannot be written is an error. Messages that cannot be written are left out."""
     (saved / "half" / "c.0.0").unlink()
     found = subprocess.run(
         ["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "verify", saved], capture_output=True, text=True
     )
-    assert found.returncode == status and told in found.stderr and found.stderr.count("\n") <= 1
-    if told.startswith("standard"):
+    assert found.returncode == status and message in found.stderr and found.stderr.count("\n") <= 1
+    if message.startswith("standard"):
         helped = subprocess.run(["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "-h"], capture_output=True)
         assert helped.returncode == status and helped.stderr.count(b"\n") == 1
 

@@ -448,8 +448,8 @@ def test_the_command_writes_a_page(saved: Path, tmp_path: Path, monkeypatch: pyt
     parts = run(
         saved, saved, "-o", "part.html", "--include", "model", "--include", "step", "--exclude", "*.b", "--json"
     )
-    told = json.loads(parts.stdout)
-    assert (told["path"], told["tensors"], told["broken"]) == (str(tmp_path / "part.html"), 1, [])
+    message = json.loads(parts.stdout)
+    assert (message["path"], message["tensors"], message["broken"]) == (str(tmp_path / "part.html"), 1, [])
     page = Page(tmp_path / "part.html")
     assert set(page.tensors) == {"model.w"} and set(page.entries) == {"step"} and page.data["sides"][0]["part"]
 
@@ -465,7 +465,7 @@ def test_an_existing_page_is_kept(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["{saved}", "-o", "{tmp}/nowhere/page.html"], 3, "no folder"),
         (["{saved}", "-o", "{tmp}"], 3, "is a folder"),
@@ -479,10 +479,10 @@ def test_an_existing_page_is_kept(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_is_named_and_nothing_is_written(
-    saved: Path, tmp_path: Path, arguments: list[str], code: int, told: str
+    saved: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     found = run(*(argument.format(saved=saved, tmp=tmp_path) for argument in arguments))
-    assert found.exit_code == code and told in found.stderr
+    assert found.exit_code == code and message in found.stderr
     assert not [*tmp_path.glob("*.html*")]
 
 

@@ -72,9 +72,9 @@ def test_a_path_inside_a_checkpoint_names_it_and_the_part(place: Callable[[str],
         zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
         tree = zarrckpt.open(**outer.options).info.tree
         for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
-            said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
+            message = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
             for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
-                with pytest.raises(zarrckpt.CheckpointError, match=said):
+                with pytest.raises(zarrckpt.CheckpointError, match=message):
                     read(**place(f"run/out/{tree}/{inner}".replace("//", "/")).options)
 
 

@@ -180,17 +180,17 @@ def test_golden_checkpoints_contain_the_recorded_values(name: str, tmp_path: Pat
     tensors, reader = PageReader(folder).tensors(), Reader(folder)
     # A part of a list closes its gaps. Fqns keep the positions.
     expected = flat(EXPECTED[name]) if name != "part" else {}
-    for fqn, said in described["entries"].items():
+    for fqn, recorded in described["entries"].items():
         keys = tuple(key for _, key in reader.keys(fqn))
         assert same(keys, zarrckpt.open(folder).entry(fqn).keys) and ".".join(map(str, keys)) == fqn
-        assert [container for container, _ in reader.keys(fqn)] == said["containers"]
-        assert reader.ranks(fqn) == said.get("ranks", [])
-        if "dtype" in said:
-            assert (said["dtype"], said["shape"], said["sha256"]) == tensors[fqn]
+        assert [container for container, _ in reader.keys(fqn)] == recorded["containers"]
+        assert reader.ranks(fqn) == recorded.get("ranks", [])
+        if "dtype" in recorded:
+            assert (recorded["dtype"], recorded["shape"], recorded["sha256"]) == tensors[fqn]
         if isinstance(value := expected.pop(fqn, None), torch.Tensor):
-            assert said["dtype"] == str(value.dtype).removeprefix("torch.")
-            assert (said["shape"], said["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
-        elif value is not None and "sha256" not in said:
+            assert recorded["dtype"] == str(value.dtype).removeprefix("torch.")
+            assert (recorded["shape"], recorded["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
+        elif value is not None and "sha256" not in recorded:
             assert same(reader.value(fqn), value)
     assert not expected
 
@@ -216,8 +216,8 @@ def test_a_reader_with_another_order_fails(wrong: str | None, tmp_path: Path) ->
     unequal = []
     for name in EXPECTED:
         folder = unpacked(name, tmp_path)
-        said = description(name)["entries"].items()
-        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in said if "dtype" in one}
+        recorded = description(name)["entries"].items()
+        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in recorded if "dtype" in one}
         try:
             if PageReader(folder, *WRONG_ORDERS.get(wrong or "", ())).tensors() != saved:
                 unequal.append(name)

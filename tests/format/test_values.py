@@ -834,7 +834,7 @@ try:
 except CheckpointError as err:
     assert not isinstance(err, (CorruptCheckpointError, UnsafeValueError)), err
     assert "zarrckpt[torch]" in str(err) and "'k'" in str(err)
-    print("told")
+    print("printed")
 """
 
 
@@ -848,7 +848,7 @@ def test_without_torch() -> None:
         env=environment,
         check=False,
     )
-    assert done.stdout == b"told\n", done.stderr.decode()
+    assert done.stdout == b"printed\n", done.stderr.decode()
 
 
 # Pickle -----------------------------------------------------------------------------------------------------

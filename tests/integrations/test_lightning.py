@@ -89,11 +89,11 @@ def test_a_killed_run_on_s3_resumes_from_last_bit_for_bit(
     for step, loss in losses:
         same = killed_on == loaded_on or step < first
         assert loss == (whole["losses"][step] if same else pytest.approx(whole["losses"][step], rel=1e-4))
-    told = json.loads(result.read_text())
-    assert told["resumed_from"] == f"{moto_bucket.url('run')}/last.ckpt/zarr.json"
-    assert told["seen"] == 12 and told["lr"] == whole["lr"]
-    assert told["stopping"] == pytest.approx(whole["stopping"], rel=1e-4)
-    assert told["best"] == f"{moto_bucket.url('run')}/epoch=2-step=12.ckpt"
+    printed = json.loads(result.read_text())
+    assert printed["resumed_from"] == f"{moto_bucket.url('run')}/last.ckpt/zarr.json"
+    assert printed["seen"] == 12 and printed["lr"] == whole["lr"]
+    assert printed["stopping"] == pytest.approx(whole["stopping"], rel=1e-4)
+    assert printed["best"] == f"{moto_bucket.url('run')}/epoch=2-step=12.ckpt"
 
 
 def test_all_that_lightning_keeps_comes_back_and_superfluous_checkpoints_go(tmp_path: Path) -> None:

@@ -749,8 +749,8 @@ def _killed_between_rounds(url: str, notes: str, how: str) -> None:
         except Exception as err:
             error = err
     right = not wrong("ddp", 1, target)
-    told = [time.monotonic() - began, right, type(error).__name__, str(error)]
-    Path(notes, str(dist.get_rank())).write_text(json.dumps(told))
+    results = [time.monotonic() - began, right, type(error).__name__, str(error)]
+    Path(notes, str(dist.get_rank())).write_text(json.dumps(results))
 
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
@@ -760,9 +760,9 @@ def test_a_dead_rank_ends_the_load_on_the_others_soon(how: str, tmp_path: Path) 
     with pytest.raises(RankError) as caught:
         run_ranks(_killed_between_rounds, str(tmp_path / "run"), str(notes), how)
     assert list(caught.value.failures) == [2]
-    told = {int(path.name): json.loads(path.read_text()) for path in notes.iterdir()}
-    assert told.keys() == {0, 1, 3}
-    for seconds, right, kind, text in told.values():
+    results = {int(path.name): json.loads(path.read_text()) for path in notes.iterdir()}
+    assert results.keys() == {0, 1, 3}
+    for seconds, right, kind, text in results.values():
         assert seconds < QUICK
         if how == "dcp":  # it read without the others, and fails when it would meet them again
             assert right and kind != "NoneType", (kind, text)

@@ -75,11 +75,11 @@ def _named(url: str, rank: int) -> list[str]:
     """Return the error of a save. Check that it names a rank, and that nothing is committed."""
     with pytest.raises(zarrckpt.CheckpointError) as caught:
         zarrckpt.save(state(1.0), url)
-    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert f"rank {rank}" in " ".join(told), told
+    texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert f"rank {rank}" in " ".join(texts), texts
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(url)
-    return told
+    return texts
 
 
 def _fail(step: str) -> Callable[[], None]:
@@ -99,12 +99,12 @@ def _errors(folder: str) -> None:
         if rank == failing:
             with before(cls, name, _fail(step)):
                 began = time.monotonic()
-                told = _named(url, failing)
+                texts = _named(url, failing)
         else:
             began = time.monotonic()
-            told = _named(url, failing)
-        assert f"no luck with {step}" in told[0] and "failed ranks" in told[0] and time.monotonic() - began < 20
-        assert f"(failed ranks: {failing})" in told[0], told
+            texts = _named(url, failing)
+        assert f"no luck with {step}" in texts[0] and "failed ranks" in texts[0] and time.monotonic() - began < 20
+        assert f"(failed ranks: {failing})" in texts[0], texts
         dist.barrier()
         # The next save works.
         zarrckpt.save(state(number), f"{url}-again")
@@ -148,14 +148,14 @@ def test_an_absent_rank_is_named(tmp_path: Path) -> None:
 def _other_plans(url: str) -> str:
     digest = property(lambda self: b"another plan" if dist.get_rank() == 2 else b"a plan")
     with patch.object(SavePlan, "digest", digest):
-        (told, *_) = _named(url, 0)
+        (text, *_) = _named(url, 0)
     assert not any(name.startswith("c.") for _, _, files in os.walk(url) for name in files)
-    return told
+    return text
 
 
 def test_ranks_with_different_plans_are_named_before_a_write(tmp_path: Path) -> None:
-    for told in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
-        assert "ranks [2]" in told
+    for text in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
+        assert "ranks [2]" in text
 
 
 def _written_twice(url: str) -> None:
@@ -166,8 +166,8 @@ def _written_twice(url: str) -> None:
 
 
 def test_a_chunk_that_two_ranks_write_is_named(tmp_path: Path) -> None:
-    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
-    assert "'written_twice', 0 were not written and 1 were written more than once" in told
+    text = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
+    assert "'written_twice', 0 were not written and 1 were written more than once" in text
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "one")
 
@@ -179,8 +179,8 @@ def _not_written(url: str) -> None:
 
 
 def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
-    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
-    assert "1 planned entries were not written (['not_written'])" in told
+    text = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
+    assert "1 planned entries were not written (['not_written'])" in text
 
 
 def _destroyed(folder: str) -> None:

@@ -1008,14 +1008,14 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
     """Only a save fails. Another job that continues the run is not stopped."""
     saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
-    said = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    message = r"load\(state, zarrckpt\.latest\('.*run'\)"
     with manager(folder) as job, manager(tmp_path / "run") as other:
         assert restored(other) == 100
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=message):
             assert restored(job) == 100
-        with pytest.raises(zarrckpt.StorageError, match=said):
+        with pytest.raises(zarrckpt.StorageError, match=message):
             job.save(101, state(101))
-        with pytest.raises(zarrckpt.StorageError, match=said):
+        with pytest.raises(zarrckpt.StorageError, match=message):
             job.restore(state(0), step=90, rewind=True)
         other.save(101, state(101))
     with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(90)) as job:

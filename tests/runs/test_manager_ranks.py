@@ -71,8 +71,8 @@ def _fall_back(run: str) -> tuple[Any, ...]:
         warnings.simplefilter("always")
         with manager(run) as job:
             newest, older = _resumed(job, 2), _resumed(job, 2, step=10)
-    told = {name(step) for step in (30, 40) for found in caught if name(step) in str(found.message)}
-    return newest, older, told if dist.get_rank() == 0 else None
+    warned = {name(step) for step in (30, 40) for found in caught if name(step) in str(found.message)}
+    return newest, older, warned if dist.get_rank() == 0 else None
 
 
 def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def _save_after_another_job(run: str) -> None:
 def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ranks(_train, str(run), None, 1, 10, world_size=3)
-    said = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
-    assert str(run) in said and folders(run) == {name(10)}
+    message = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
+    assert str(run) in message and folders(run) == {name(10)}
     (run / name(10) / "zarr.json").rename(tmp_path / "aside")
     assert name(10) in all_ranks_raise(zarrckpt.CorruptCheckpointError, _restore, str(run), world_size=3)
     (run / RUN).write_bytes(b"{}")
@@ -114,7 +114,7 @@ def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> No
 
 def _fail_once(run: str) -> list[str]:
     """Let a save in the background fail on one rank."""
-    told = []
+    messages = []
     with watched(run) as watch, manager(run, background=True, save_every=10) as job:
         if dist.get_rank() == 1:
             watch.rule = lambda call: FAIL if call.verb == "put" and name(10) in call.key else None
@@ -122,14 +122,14 @@ def _fail_once(run: str) -> list[str]:
             try:
                 job.step(step, _state(step))
             except zarrckpt.StorageError as err:
-                told.append(f"{step}: {err}")
-    return told
+                messages.append(f"{step}: {err}")
+    return messages
 
 
 def test_a_failed_save_is_raised_on_all_ranks_at_one_step(tmp_path: Path) -> None:
-    told = run_ranks(_fail_once, str(tmp_path), world_size=3)
-    assert told[0] == told[1] == told[2] and len(told[0]) == 1
-    assert told[0][0].startswith("20: ") and name(10) in told[0][0]
+    messages = run_ranks(_fail_once, str(tmp_path), world_size=3)
+    assert messages[0] == messages[1] == messages[2] and len(messages[0]) == 1
+    assert messages[0][0].startswith("20: ") and name(10) in messages[0][0]
     assert zarrckpt.open(tmp_path / name(30))["epoch"] == 30 and not (tmp_path / name(20)).exists()
 
 

@@ -358,7 +358,7 @@ def _save_to_own_disks(folder: str) -> list[str]:
     """Save with a different disk on each rank at one path, and a different server on each rank at one url."""
     rank = dist.get_rank()
     disk, state = Path(folder) / f"disk{rank}", {"w": torch.ones(1 << 20), "step": 1}
-    told = []
+    errors = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_storage, "PATIENCE_SECONDS", 0.3)
         patch.setattr("socket.gethostname", lambda: f"host-{rank}")
@@ -381,18 +381,18 @@ def _save_to_own_disks(folder: str) -> list[str]:
                 call()
             text = str(caught.value)
             assert "host host-1" in text and "host host-0" in text and url in text, text
-            told.append(type(caught.value).__name__)
+            errors.append(type(caught.value).__name__)
         manager.close()
         assert manager.steps() == [] and (rank == 0 or not disk.exists())
         patch.setattr(shared_storage, "PATIENCE_SECONDS", 60)
         late = _LateStore(Path(folder) / "late")
         assert zarrckpt.save(state, late).objects > 0 and late.looks == (0 if rank == 0 else 4)
-    return told
+    return errors
 
 
 def test_a_save_to_separate_disks_of_hosts_names_them(tmp_path: Path) -> None:
-    for told in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
-        assert told == ["StorageError"] * 2 + ["CheckpointException"]
+    for errors in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
+        assert errors == ["StorageError"] * 2 + ["CheckpointException"]
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "disk0")
     assert zarrckpt.open(tmp_path / "late").verify().damages == ()

@@ -116,8 +116,8 @@ def test_a_state_without_any_entry_is_saved_with_a_warning(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="no entries") as caught:
         zarrckpt.save({}, tmp_path / "zero")
     assert caught[0].filename == __file__
-    (said,) = _save_nothing(str(tmp_path / "one"))
-    assert str(tmp_path / "one") in said and not zarrckpt.open(tmp_path / "one")
+    (message,) = _save_nothing(str(tmp_path / "one"))
+    assert str(tmp_path / "one") in message and not zarrckpt.open(tmp_path / "one")
     assert [len(lines) for lines in run_ranks(_save_nothing, str(tmp_path / "two"), world_size=2)] == [1, 0]
 
 

@@ -66,14 +66,14 @@ def test_an_object_changed_during_the_e_tag_request_stays(
     own_e_tag, seen = store._own_e_tag, store.get_versioned("root")
 
     def changed_after_the_look(key: str) -> str:
-        told: str = own_e_tag(key)
+        e_tag: str = own_e_tag(key)
         store.put(key, [b"another's"])
-        return told
+        return e_tag
 
     def changed_before_it(key: str) -> str:
         store.put(key, [b"another's, too"])
-        told: str = own_e_tag(key)
-        return told
+        e_tag: str = own_e_tag(key)
+        return e_tag
 
     for look in (changed_after_the_look, changed_before_it):
         monkeypatch.setattr(store, "_own_e_tag", look)

@@ -164,12 +164,12 @@ def test_an_overwrite_that_fails_keeps_the_old_object(
         try:
             store.put("k", [b"new"])
         except (StorageError, KeyboardInterrupt) as error:
-            said = str(error)
+            message = str(error)
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     if store.list_dir()[0]:
         assert store.get("k") in (b"old", b"new")
     else:  # no later rename worked, so nothing could be undone: the error names the path of the old object
-        assert fault == "is the last" and [data for path, data in files.items() if path in said] == [b"old"]
+        assert fault == "is the last" and [data for path, data in files.items() if path in message] == [b"old"]
 
 
 def test_temporary_files_are_not_objects(store: Store, tmp_path: Path) -> None:
