@@ -678,7 +678,7 @@ def faults(draw: st.DrawFn, world: int, most_calls: int, *methods: str) -> tuple
 @exhaustive(30)
 @given(cases(), st.data())
 def test_only_the_failing_rank_is_named(case: Case, data: st.DataObject) -> None:
-    """For any step and any coordinator: nothing is committed, and the next save and load work."""
+    """For any step and any coordinator: no save is committed, and the next save and load work."""
     numbers = random.Random(case.seed).sample(range(100), 16)
     with memory_store(FailingStore()) as store, small_sizes(case.small):
         assert isinstance(store, FailingStore)

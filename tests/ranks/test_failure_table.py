@@ -72,7 +72,7 @@ STEPS: dict[str, tuple[type, str]] = {
 
 
 def _named(url: str, rank: int) -> list[str]:
-    """Return the error of a save. Check that it names a rank, and that nothing is committed."""
+    """Return the error of a save. Check that it names a rank, and that no checkpoint is committed."""
     with pytest.raises(zarrckpt.CheckpointError) as caught:
         zarrckpt.save(state(1.0), url)
     texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]

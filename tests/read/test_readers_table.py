@@ -169,7 +169,7 @@ def on_the_page(name: str) -> str:
     return match[1]
 
 
-# Two processes. The first imports nothing of this package. zarrs comes last, because it stays switched on.
+# Two processes. The first does not import this package. zarrs is last, because it stays switched on.
 PROCESSES = (("xarray", "datatree", "dask", "zarr"), ("tensorstore", "zarrckpt", "zarrs"))
 Asked = dict[str, list[dict[str, Any]]]
 Answers = dict[str, list[tuple[str, Any]]]

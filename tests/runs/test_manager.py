@@ -897,7 +897,7 @@ def test_a_fork_pins_its_source_until_its_first_save(tmp_path: Path) -> None:
         assert job.step(105, state(105)) is None
         job.step(110, state(110))
     assert not is_pinned(source) and run_id(fork / name(110)) != run_id(source)
-    # From now on the fork continues from its own checkpoint, and nothing is pinned.
+    # From now on the fork continues from its own checkpoint, and no checkpoint is pinned.
     with manager(fork, init_from=source) as job:
         assert restored(job) == 110 and not is_pinned(source)
     assert sound(tmp_path / "run") == [100]
