@@ -105,7 +105,7 @@ def test_arrays_show_their_url_and_path(ckpt: zarrckpt.Checkpoint) -> None:
     assert repr(ckpt["ema.w"]) == f"<Array {ckpt.url}/ema/w shape=(4, 6) dtype=bfloat16>"
 
 
-def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
+def test_a_wrong_name_suggests_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
     for ask in (ckpt.__getitem__, ckpt.entry, ckpt.writers, ckpt.read, ckpt.select, ckpt.load):
         with pytest.raises(zarrckpt.KeyMismatchError, match=r"model\.0\.weight"):
             ask("model.0.weigth")

@@ -546,7 +546,7 @@ assert sorted(dir(zarrckpt)) == sorted(zarrckpt.__all__)
     run_python(code, tmp_path)
 
 
-def test_what_is_public() -> None:
+def test_public_names_are_exported() -> None:
     for name in zarrckpt.__all__:
         assert getattr(zarrckpt, name) is not None
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
