@@ -1,16 +1,17 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
-# make test-readers  those that need no torch, with newer zarr: in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
-# make test-integrations  those of zarrckpt.integrations, with the frameworks: in .venv-integrations
-# make zarrita  installs what the tests marked "node" need: Node's npm has to be there; 'make test' leaves them out without
+# make test-readers  tests that need no torch, with newer zarr, in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
+# make test-integrations  tests of zarrckpt.integrations with the frameworks, in .venv-integrations
+# make zarrita  install the requirements of tests marked "node" with npm; without them 'make test' skips these tests
 # make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
-# make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
-# make clean    remove what these made
+# make bench    speed of this and other libraries, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
+# make clean    remove all of these results
 #
-# Each sets up what it needs in .venv first, and again when pyproject.toml or constraints.txt have changed. Needed are
-# Python 3.11 or newer with its venv module (make PYTHON=python3.12 for another than python3) and network access.
-# PIP_ARGS goes to pip: --extra-index-url https://download.pytorch.org/whl/cpu, say, for torch without CUDA.
+# Each command installs its requirements into .venv first, and again if pyproject.toml or constraints.txt have changed.
+# Required are Python 3.11 or newer with its venv module (default python3; make PYTHON=python3.12 for another one) and
+# network access. PIP_ARGS are arguments for pip, for example --extra-index-url https://download.pytorch.org/whl/cpu for
+# torch without CUDA.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -19,7 +20,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# What reads checkpoints, and what that stands on; only servers are left out.
+# Tests of reading checkpoints and of the modules below, without those that need servers.
 READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
 
 .PHONY: demo test test-readers test-integrations zarrita lint docs bench clean

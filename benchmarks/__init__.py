@@ -1,1 +1,1 @@
-"""Measurements of zarrckpt beside its peers and beside the machine's limits: ``python -m benchmarks --help``."""
+"""Compare zarrckpt with its peers and with the machine's limits: ``python -m benchmarks --help``."""

@@ -1,11 +1,11 @@
-"""Measure zarrckpt beside its peers and beside the machine's limits; write tables and a plot.
+"""Compare zarrckpt with its peers and with the machine's limits, and write tables and a plot.
 
     python -m benchmarks                         everything, about 1 GB: half an hour
     python -m benchmarks --only local s3         some of the sets
-    python -m benchmarks --quick --only startup  small and rough, to see that it runs
+    python -m benchmarks --quick --only startup  small and rough, to check that it runs
 
-Every ratio is taken within one run: the contenders take turns round by round, and the medians are compared. A peer that
-is not installed is named as such (``pip install 'zarrckpt[bench]'`` has them all).
+Every ratio is taken within one run: the contenders take turns round by round, and the medians are compared. The tables
+name peers that are not installed (``pip install 'zarrckpt[bench]'`` installs all).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a state of 20 MB, one round, small sizes elsewhere")
     parser.add_argument("--gigabytes", type=float, help="size of the state (default 1.0)")
-    parser.add_argument("--rounds", type=int, help="rounds, of which the median counts (default 5)")
+    parser.add_argument("--rounds", type=int, help="rounds; the median is reported (default 5)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "mix"), default="float32")
     parser.add_argument("--folder", help="where files are written (default: a temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured there, too")
+    parser.add_argument("--json", metavar="FILE", help="also write all measurements to this file")
     parser.add_argument(
         "--page", type=Path, help=f"the page to write (default: {PAGE.name}; none with --quick or --only)"
     )

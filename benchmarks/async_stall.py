@@ -1,4 +1,4 @@
-"""How long ``async_save`` keeps the training loop, against one copy of the state, and what the steps after lose."""
+"""How long ``async_save`` stops the training loop, relative to one copy of the state, and how it slows later steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GROUP = "async save"
 PEER = "dcp.async_save"
 
 Save = Callable[[str], Any]
-"""Saves the state in the background; returns a future."""
+"""Function that saves the state in the background and returns a future."""
 
 
 class _Save(NamedTuple):
-    """Seconds: of the call, from the call to the commit, lost to training; and how much slower steps were."""
+    """Seconds of the call, from the call to the commit, and lost to training; and the relative time of a step."""
 
     stall: float
     whole: float
@@ -42,7 +42,7 @@ def _measure(options: Options, folder: str) -> Results:
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)  # as torchrun has it
+    torch.set_num_threads(1)  # torchrun's default
     state: dict[str, Any] = states.make_state(options.gigabytes, options.dtype)
     copy = states.like(state)
     step = _training(states)
@@ -90,7 +90,7 @@ def _figures(found: dict[str, list[_Save]], one: float) -> Iterator[Figure]:
 
 
 def _training(states: Any) -> Any:
-    """A step of many small operations, of the interpreter and of torch: the seconds that it took."""
+    """Return a step of many small operations of the interpreter and of torch, which returns its seconds."""
     import torch
 
     weights = [torch.randn(64, 64) for _ in range(32)]

@@ -1,6 +1,6 @@
-"""What compression gains on tensors like those of a training run, and what it costs a core.
+"""Gain and cost of compression for tensors like those of a training run, on one core.
 
-Run as ``python -m benchmarks.compression``; prints a Markdown table. Speeds are by the thread's own processor time, so
+Run as ``python -m benchmarks.compression``; prints a Markdown table. Speeds use the thread's own processor time, so
 that other programs on the machine change them little.
 """
 
@@ -26,18 +26,18 @@ OPTIONS: list[CompressionOption] = [
 
 
 def weights(count: int) -> np.ndarray:
-    """Weights as they are after their initialisation, and much later too: normal, with a standard deviation of 0.02."""
+    """Return normal weights with a standard deviation of 0.02, like those at the start and later in a training."""
     return (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to bfloat16."""
+    """Return the bits of float32 values rounded to bfloat16."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def adam_moments(count: int, steps: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Adam's moments after some steps of normal gradients whose scale differs from element to element."""
+    """Return Adam's moments after some steps of normal gradients whose scale differs between elements."""
     rng = np.random.default_rng(1)
     scale = np.exp(rng.standard_normal(count).astype(np.float32)) * np.float32(1e-4)
     first, second = np.zeros(count, np.float32), np.zeros(count, np.float32)
@@ -49,7 +49,7 @@ def adam_moments(count: int, steps: int = 200) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Name -> elements, as many as fill a subchunk."""
+    """Return name -> elements of one subchunk."""
     first, second = adam_moments(NBYTES // 4)
     rounded = bfloat16(weights(NBYTES // 2))
     return {
@@ -62,7 +62,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def gigabytes_a_second(work: Callable[[], object], repeats: int = 5) -> float:
-    """The best of some repeats, in GB of elements a second of processor time."""
+    """Return the best of some repeats, in GB of elements per second of processor time."""
     times = []
     for _ in range(repeats):
         began = time.thread_time()
@@ -72,7 +72,7 @@ def gigabytes_a_second(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def measured(compression: Compression, elements: np.ndarray) -> tuple[float, float, float]:
-    """Bytes over stored bytes, and the speeds of compressing and decompressing."""
+    """Return bytes over stored bytes, and the speeds of compressing and decompressing."""
     data, itemsize = elements.view(np.uint8), elements.dtype.itemsize
     stored = np.frombuffer(compression.encode(data, itemsize), np.uint8)
     out = np.empty_like(data)
@@ -83,7 +83,7 @@ def measured(compression: Compression, elements: np.ndarray) -> tuple[float, flo
 
 
 def main() -> None:
-    """Print the table: saved share, and GB/s of compressing and decompressing, a core."""
+    """Print the table: saved share, and GB/s of compressing and decompressing, per core."""
     samples = tensors()
     print(f"| compression | {' | '.join(samples)} |\n{'|---' * (len(samples) + 1)}|")
     for option in OPTIONS:

@@ -1,10 +1,10 @@
-"""What it costs and saves that ranks hand each other pieces: merged saves and shared loads, beside those without.
+"""Cost and gain of the exchange between ranks: saves with and without merging, loads with and without shared reads.
 
-    python benchmarks/exchange.py save           pieces of 64 KiB to 4 MiB, merged or an object each
+    python benchmarks/exchange.py save           pieces of 64 KiB to 4 MiB, merged or one object for each
     python benchmarks/exchange.py load           replicas, and columns of saved rows: fetched once, or by every rank
 
-Each runs on a local folder and on the same folder behind a delay: 25 ms a request and 90 MB/s a connection, about what
-S3 gives. Prints medians in seconds, and the ratio. All ranks are processes on this machine.
+Each runs on a local folder and on the same folder with a delay: 25 ms per request and 90 MB/s per connection, about
+those of S3. Prints medians in seconds, and the ratio. All ranks are processes on this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DELAY, RATE = 0.025, 90e6
 
 
 class DelayedStore(LocalStore):
-    """Files that answer as slowly as an object store, to any number of requests at once."""
+    """Files with the delay of an object store, for any number of concurrent requests."""
 
     async def get(self, *args: Any, **kwargs: Any) -> Buffer | None:
         found = await super().get(*args, **kwargs)
@@ -50,12 +50,12 @@ class DelayedStore(LocalStore):
 
 
 def place(folder: str, delayed: bool) -> Any:
-    """Where to: the url, or a store that takes its time."""
+    """Return the folder, or a delayed store of it."""
     return DelayedStore(folder) if delayed else folder
 
 
 def seconds(call: Callable[[int], object], rounds: int) -> float:
-    """The median time of a call on all ranks."""
+    """Return the median time of a call on all ranks."""
     times = []
     for number in range(rounds):
         dist.barrier()

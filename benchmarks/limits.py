@@ -1,4 +1,4 @@
-"""What the machine can do at best: plain writes and reads of files, a copy in memory, the S3 server by raw sockets."""
+"""Limits of the machine: plain writes and reads of files, a copy in memory, the S3 server by raw sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _parallel(call: Callable[[int], object], count: int, threads: int) -> None:
 
 
 def write_files(state: dict[str, Any], folder: str, threads: int, sync: bool = False) -> None:
-    """Each piece of the state as a file of its own, by plain writes."""
+    """Write each piece of the state to a separate file, by plain writes."""
     views = pieces(state)
     os.makedirs(folder, exist_ok=True)
 
@@ -40,7 +40,7 @@ def write_files(state: dict[str, Any], folder: str, threads: int, sync: bool = F
 
 
 def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
-    """The files of :func:`write_files` back into the memory of a target."""
+    """Read the files of :func:`write_files` into the memory of a target."""
     views = pieces(target)
 
     def read(number: int) -> None:
@@ -56,7 +56,7 @@ def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
 
 
 PART = 2 << 20
-"""Bytes of a subchunk, each with a checksum behind it."""
+"""Bytes of a subchunk, which is followed by its checksum."""
 
 
 def _parts(view: memoryview) -> list[memoryview]:
@@ -64,7 +64,7 @@ def _parts(view: memoryview) -> list[memoryview]:
 
 
 def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
-    """What zarrckpt stores, by a plain loop: runs of elements checksummed and written, and nothing else."""
+    """Write the bytes that zarrckpt stores by a plain loop, which only checksums and writes subchunks."""
     views = pieces(state)
     os.makedirs(folder, exist_ok=True)
 
@@ -81,7 +81,7 @@ def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
 
 
 def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
-    """The files of :func:`write_subchunks` back, every checksum compared."""
+    """Read the files of :func:`write_subchunks`, and compare every checksum."""
     views = pieces(target)
 
     def read(number: int) -> None:
@@ -99,7 +99,7 @@ def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
 
 
 class SameFiles:
-    """The folders and files of a checkpoint, made again by a plain loop: the same bytes, and nothing else."""
+    """Contender that makes the folders and files of a checkpoint again, by a plain loop."""
 
     def __init__(self, checkpoint: str, sync: bool = False) -> None:
         self._sync = sync
@@ -140,7 +140,7 @@ def _fsync(path: str) -> None:
 
 
 class MemoryCopy:
-    """The state copied elsewhere, and from there into a target."""
+    """Contender that copies the state, and the copy into a target."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._copy = like(state)
@@ -155,7 +155,7 @@ class MemoryCopy:
 
 
 OBJECT = 16 << 20
-"""The raw client's objects, in bytes: large enough that requests cost nothing, small enough to be dealt evenly."""
+"""Bytes of the raw client's objects: so large that requests cost nothing, so small that all threads get equal parts."""
 
 
 def _objects(state: dict[str, Any]) -> list[memoryview]:
@@ -170,7 +170,7 @@ def _connect(endpoint: str) -> socket.socket:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Read the head of an answer, and nothing behind it."""
+    """Read the head of an answer, and no byte of its body."""
     while True:
         seen = connection.recv(65536, socket.MSG_PEEK)
         if not seen:
@@ -181,7 +181,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def raw_put(state: dict[str, Any], endpoint: str, prefix: str, connections: int) -> None:
-    """The state as objects of 16 MiB, over that many sockets at once."""
+    """Put the state as objects of 16 MiB, over several sockets at once."""
     views = _objects(state)
 
     def work(first: int) -> None:
@@ -197,7 +197,7 @@ def raw_put(state: dict[str, Any], endpoint: str, prefix: str, connections: int)
 
 
 def raw_get(target: dict[str, Any], endpoint: str, prefix: str, connections: int) -> None:
-    """The objects of :func:`raw_put` back into the memory of a target."""
+    """Get the objects of :func:`raw_put` into the memory of a target."""
     views = _objects(target)
 
     def work(first: int) -> None:

@@ -23,12 +23,12 @@ DURABLE, QUICK = "zarrckpt", "zarrckpt, durable=False"
 DCP, DCP_QUICK = "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
 
 Goal = tuple[str, str, str, float | None]
-"""Ours, whom against, "save" or "load", and how many times as fast as that ours is to be."""
+"""Our contender, the peer, "save" or "load", and the goal: how many times as fast ours should be."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One group of measurements: which state, how many processes, and the goals."""
+    """One group of measurements: the state, the number of processes, and the goals."""
 
     group: str
     state: str
@@ -108,7 +108,7 @@ def _contenders(condition: Condition, state: Any, folder: str) -> Iterator[Any]:
         limits.read_subchunks(target, f"{path}/{_rank()}", threads)
 
     for contender in local_contenders(condition.world):
-        # The others are about large arrays.
+        # The other contenders are measured with large arrays only.
         if condition.state == "large" or contender.needs in ("zarrckpt", "torch"):
             yield contender
     if condition.state == "large":
@@ -152,7 +152,7 @@ def _measure(options: Options, condition: Condition) -> Results:
 
 
 def _agreed(folder: str, world: int) -> str:
-    """The first rank's folder."""
+    """Return the first rank's folder."""
     if world == 1:
         return folder
     import torch.distributed as dist
@@ -170,7 +170,7 @@ def _barrier(world: int) -> None:
 
 
 def _all_ranks(call: Callable[[], object], world: int) -> float:
-    """Seconds until the last rank is through."""
+    """Return the seconds until the last rank has finished."""
 
     def together() -> None:
         call()
@@ -182,14 +182,14 @@ def _all_ranks(call: Callable[[], object], world: int) -> float:
 def _round(
     contender: Any, state: Any, target: Any, folder: str, world: int
 ) -> Callable[[int], tuple[float, float | None]]:
-    """Save, load and compare once; the seconds of both, over all ranks."""
+    """Return a function that saves, loads and compares once, and returns the seconds of both, over all ranks."""
     from benchmarks import state as states
 
     def once(number: int) -> tuple[float, float | None]:
         path = f"{folder}/{number}-{contender.name.replace(' ', '-')}"
         states.clear(target)
         if _rank() == 0:
-            os.sync()  # nobody pays for what another left to be written
+            os.sync()  # no contender waits for the writes of another one
         _barrier(world)
         _warm(state, f"{folder}/warm-{_rank()}", states.nbytes(state) // world)
         _barrier(world)
@@ -197,17 +197,17 @@ def _round(
         if contender.load is not None:
             loaded = _all_ranks(lambda: contender.load(target, path), world)
             if not states.equal(target, state):
-                raise RuntimeError(f"{contender.name} loaded something else than it saved")
+                raise RuntimeError(f"{contender.name} loaded other data than it saved")
         _barrier(world)
         if _rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)  # a copy in memory has none
+            shutil.rmtree(path, ignore_errors=True)  # a copy in memory has no folder
         return saved, loaded
 
     return once
 
 
 def _warm(state: Any, path: str, nbytes: int) -> None:
-    """Use the memory that buffers and the file cache are going to get, see :func:`warm`."""
+    """Use the memory that buffers and the file cache will get, see :func:`warm`."""
     warm(nbytes)
     limits.write_files(state, path, 1)
     shutil.rmtree(path)

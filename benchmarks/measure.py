@@ -1,4 +1,4 @@
-"""How things are measured: contenders in turn, round by round; medians; fresh processes; groups of ranks."""
+"""Tools to measure: contenders in turn, round by round; medians; fresh processes; groups of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chose: size of the state, rounds of which the median counts, where files go."""
+    """Choices of the command line: size of the state, rounds for each median, the folder of files."""
 
     gigabytes: float = 1.0
     rounds: int = 5
@@ -33,21 +33,21 @@ class Options:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 class Took(NamedTuple):
-    """Seconds of a call, and of this process's processors meanwhile."""
+    """Seconds of a call, and processor seconds of this process during the call."""
 
     seconds: float
     processor: float
 
 
 def took(call: Callable[[], object]) -> Took:
-    """How long a call takes, and how much of this process's processor time: what counts where servers are elsewhere."""
+    """Return the seconds of a call and of this process's processors, which matter if servers are on other machines."""
     began, before = time.perf_counter(), time.process_time()
     call()
     return Took(time.perf_counter() - began, time.process_time() - before)
@@ -55,7 +55,7 @@ def took(call: Callable[[], object]) -> Took:
 
 @contextlib.contextmanager
 def busy_thread(wanted: bool = True) -> Iterator[None]:
-    """A Python thread that computes all the while, as a data loader does."""
+    """Run a Python thread that computes all the time, as a data loader does."""
     ended = threading.Event()
 
     def work() -> None:
@@ -72,9 +72,9 @@ def busy_thread(wanted: bool = True) -> Iterator[None]:
 
 
 def trust(authority: str) -> bool:
-    """Have this process see a certificate's authority among the system's: some clients take no other.
+    """Add an authority of certificates to the system's, for clients that trust no others.
 
-    In a mount namespace of its own, so that nobody else sees it. False where the system does not allow that.
+    It is added in a new mount namespace, so that only this process has it. Return False if the system forbids that.
     """
     system = "/etc/ssl/certs/ca-certificates.crt"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -82,16 +82,16 @@ def trust(authority: str) -> bool:
         return False
     with tempfile.NamedTemporaryFile(suffix=".crt", delete=False) as both:
         both.write(Path(system).read_bytes() + Path(authority).read_bytes())
-    # Nothing of this goes to the others: MS_REC | MS_PRIVATE, then MS_BIND.
+    # MS_REC | MS_PRIVATE, which keeps other namespaces unchanged, then MS_BIND.
     made = not libc.mount(None, b"/", None, 0x44000, None)
     return made and not libc.mount(both.name.encode(), system.encode(), None, 0x1000, None)
 
 
 def warm(nbytes: int) -> None:
-    """Touch that much new memory, and give it back.
+    """Touch that much new memory, and free it.
 
-    A virtual machine's free memory may have gone back to its host, which hands it out again page by page: that costs a
-    millisecond a MiB, and whoever comes first after a pause would pay for it.
+    The host of a virtual machine may have taken back its free memory, and returns it page by page at a millisecond per
+    MiB. Without this call the first contender after a pause would pay for that.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -102,7 +102,7 @@ def warm(nbytes: int) -> None:
 
 
 def alternate(calls: dict[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
-    """Every contender once a round, each round beginning with the next one; results by contender."""
+    """Call every contender once a round, beginning with another one each round. Return results by contender."""
     names = list(calls)
     found: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds):
@@ -117,7 +117,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def ratio(times: dict[str, list[float]], peer: str, ours: str) -> float | None:
-    """How many times faster ``ours`` is than ``peer``: the quotient of their medians, or None where one is missing."""
+    """Return the median of ``peer`` over that of ``ours``, or None if one is missing."""
     found = medians(times)
     return found[peer] / found[ours] if peer in found and ours in found else None
 
@@ -126,13 +126,13 @@ def ratio(times: dict[str, list[float]], peer: str, ours: str) -> float | None:
 
 
 def fresh(function: Callable[..., T], *args: Any, env: dict[str, str] | None = None) -> T:
-    """Call a module-level function in a new process; raises what it raised."""
+    """Call a module-level function in a new process, and raise the error that it raises."""
     found: list[T] = _spawn(function, args, 1, env or {}, group=False)
     return found[0]
 
 
 def ranks(function: Callable[..., T], count: int, *args: Any, env: dict[str, str] | None = None) -> T:
-    """Call a module-level function on that many processes of a gloo group; returns the first rank's result."""
+    """Call a module-level function on that many processes of a gloo group. Return the first rank's result."""
     found: list[T] = _spawn(function, args, count, env or {}, group=True)
     return found[0]
 
@@ -189,4 +189,4 @@ def _serve(
     with contextlib.suppress(BrokenPipeError):
         pipe.send(answer)
     pipe.close()
-    os._exit(0)  # a gloo process sometimes aborts in the interpreter's own way out
+    os._exit(0)  # a gloo process sometimes aborts at the interpreter's exit

@@ -1,4 +1,4 @@
-"""Peak memory beyond the state: a fresh process each, the kernel's own high-water mark, a bound given by the user."""
+"""Peak memory beyond the state: the kernel's high-water mark of a fresh process, for bounds that the user sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.s3_server import served
 BOUNDS = (64 << 20, 512 << 20)
 MIB = 1 << 20
 CONNECTIONS = 32 * MIB
-"""On S3: 64 threads and connections take so much besides, whatever the bound."""
+"""Additional memory of 64 threads and connections to S3, independent of the bound."""
 
 
 def run(options: Options) -> Results:
@@ -57,19 +57,19 @@ def _measure(options: Options, url: str, save: Callable[..., object], load: Call
     warnings.filterwarnings("ignore")
     state = states.make_state(options.gigabytes, options.dtype)
     small = states.make_state(0.001)
-    save(small, f"{url}-small")  # code and clients are loaded once, and are no part of what a state costs
+    save(small, f"{url}-small")  # code and clients are loaded once, and are not counted
     load(states.like(small), f"{url}-small")
     saved = _peak(lambda: save(state, f"{url}-large"))
-    states.clear(state)  # from now on it is the target
+    states.clear(state)  # from here on it is the target
     return saved, _peak(lambda: load(state, f"{url}-large"))
 
 
 def _peak(call: Callable[[], object]) -> int:
-    """Bytes of memory that a call needs beyond what the process had before."""
+    """Return the bytes of memory that a call needs beyond those of the process before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
+        file.write("5")  # reset the high-water mark
     before = _status("VmRSS")
     call()
     return _status("VmHWM") - before
@@ -80,4 +80,4 @@ def _status(name: str) -> int:
         for line in file:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
-    raise RuntimeError(f"the kernel does not say {name}")
+    raise RuntimeError(f"/proc/self/status has no line {name}")

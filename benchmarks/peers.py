@@ -1,7 +1,7 @@
-"""Whom we measure beside: each peer as a way to save a state below a url and to load it into a target, in place.
+"""The peers: for each, a function that saves a state at a url and one that loads it into a target, in place.
 
-A peer that is not installed is named as such in the tables. Local peers get a path, those on S3 a url and find the
-server by the usual AWS_ variables.
+The tables name peers that are not installed. Local peers get a path. Peers on S3 get a url, and find the server by the
+usual AWS_ variables.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ State = dict[str, Any]
 Transfer = Callable[[State, str], object]
 
 BLOCK = 16 << 20
-"""TensorStore's chunks: rows of about that many bytes, so that it has several to transfer at a time."""
+"""Bytes of TensorStore's chunks, which are rows, so that it can transfer several at a time."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, the package that it needs, what saves and what loads. ``kind`` is "ours", "peer" or "limit"."""
+    """A name, the package that it needs, and functions to save and to load. ``kind`` is "ours", "peer" or "limit"."""
 
     name: str
     needs: str
     save: Transfer
     load: Transfer | None
-    """None where nothing is loaded: a limit of saves."""
+    """None for a limit of saves alone."""
     kind: str = "peer"
 
     @property
@@ -59,7 +59,7 @@ def ours(
     return save, load
 
 
-# -- DCP and what derives from it
+# -- DCP, and libraries based on it
 
 
 def dcp_save(state: State, path: str) -> None:
@@ -75,7 +75,7 @@ def dcp_load(target: State, path: str) -> None:
 
 
 def _s3fs_options() -> dict[str, Any]:
-    """s3fs's options for the server that the environment names."""
+    """Return s3fs's options for the server that the environment names."""
     kwargs = {"region_name": os.environ["AWS_REGION"]}
     secrets = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]}
     return {**secrets, "endpoint_url": os.environ["AWS_ENDPOINT_URL"], "client_kwargs": kwargs}
@@ -124,7 +124,7 @@ def safetensors_load(target: State, path: str) -> None:
 
 
 def plain(tensor: torch.Tensor) -> Any:
-    """A tensor as numpy knows it: bfloat16 as unsigned integers."""
+    """Return a tensor as a numpy array, with bfloat16 as unsigned integers."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -148,7 +148,7 @@ def zarr_load(target: State, path: str) -> None:
 
 
 def _tensorstore(state: State, url: str, create: bool) -> list[tuple[Any, Any]]:
-    """(array in the store, array in memory) of every tensor."""
+    """Return (array in the store, array in memory) of every tensor."""
     import tensorstore
 
     pairs = []
@@ -191,7 +191,7 @@ SIGNED = "zarrckpt, payload signed"
 
 
 def local_contenders(world: int) -> list[Contender]:
-    """On local files; those that know no shards only where one process saves."""
+    """Return the contenders on local files. With several processes, leave out formats without shards."""
     found = [
         Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
         Contender("zarrckpt, durable=False", "zarrckpt", *ours(durable=False), kind="ours"),
@@ -208,10 +208,10 @@ def local_contenders(world: int) -> list[Contender]:
 
 
 def s3_contenders() -> list[Contender]:
-    """On S3, for one process."""
+    """Return the contenders on S3, for one process."""
     return [
         Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
-        # As over plain HTTP to another machine; s3torchconnector hashes no payload there either.
+        # The default over plain HTTP to another machine. s3torchconnector hashes no payload there either.
         Contender(SIGNED, "zarrckpt", *ours(storage_options={"unsigned_payload": False}), kind="ours"),
         Contender("s3torchconnector", "s3torchconnector", connector_save, connector_load),
         Contender("DCP + s3fs", "s3fs", fsspec_save, fsspec_load),

@@ -1,9 +1,9 @@
-"""Objects, bytes between ranks and balance of a save, planned for large models on many ranks; nothing is saved.
+"""Objects, bytes between ranks and balance of a save, planned for large models on many ranks, without saving.
 
     python benchmarks/plan_sizes.py                   1B, 8B and 70B with Adam on 8, 64 and 512 ranks, FSDP
-    python benchmarks/plan_sizes.py --layout hsdp-tp  others: see plan_scale.py
+    python benchmarks/plan_sizes.py --layout hsdp-tp  other layouts: see plan_scale.py
 
-Prints a row for each, with and without merging of small pieces.
+Prints a row for each model and number of ranks, with and without merging of small pieces.
 """
 
 from __future__ import annotations

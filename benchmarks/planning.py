@@ -1,8 +1,8 @@
-"""What the coordinator has to do before a save of a large model on many ranks, and what grows with the ranks.
+"""The coordinator's work before a save of a large model on many ranks, through DCP's own calls.
 
-Each rank's plan is made by the planner that a save would use, with a mesh that has that rank's place; the ranks' plans
-are pickled, as DCP gathers them. What is timed is the coordinator's part: unpickling all, both global plans, pickling
-what each rank is sent. Nothing is saved. The documents' sizes come from real saves by up to eight ranks.
+Each rank's plan is made by the planner that a save would use, with a mesh that has that rank's coordinate. The plans
+are pickled, as DCP gathers them. The coordinator's part is timed: it unpickles all plans, makes both global plans, and
+pickles the answer to each rank. No tensor is saved. The documents' sizes come from real saves by up to eight ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = 82
 WIDTHS = (4096, 1024, 14336)
 SIZES = (8, 64, 256, 1024)
 PATIENCE = 30.0
-"""Seconds: who took longer is not asked to plan for more ranks."""
+"""Seconds after which a planner is not measured with more ranks."""
 
 GROUP = "planning"
 
@@ -57,7 +57,7 @@ def run(options: Options) -> Results:
 
 
 def _plan(name: str, count: int, layers: int, folder: str) -> dict[str, Any]:
-    """Plans of all ranks, one after the other, and then the coordinator's work."""
+    """Measure the plans of all ranks, one after the other, and then the coordinator's work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -112,7 +112,7 @@ def _pair(name: str, path: str) -> tuple[Any, Any]:
 
 
 def _state(mesh: Any, count: int, layers: int) -> dict[str, Any]:
-    """Weights and Adam's moments as one rank holds them. All sizes divide evenly; the memory is never touched."""
+    """Return one rank's weights and Adam's moments. All sizes divide evenly, and the memory is never touched."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
@@ -143,7 +143,7 @@ def _documents(options: Options) -> Results:
 
 
 def _save(folder: str) -> dict[str, dict[int, int]]:
-    """Bytes of the document that says where everything is, by how many ranks saved."""
+    """Return the bytes of the document that locates all tensors, by the number of ranks that saved."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

@@ -13,7 +13,7 @@ from benchmarks.results import Figure, Results, Speed
 BEGIN = "<!-- benchmarks: begin -->"
 END = "<!-- benchmarks: end -->"
 PAGE = "# Speed\n\n"
-"""What a page begins with where there is none yet."""
+"""The beginning of a new page."""
 
 COLORS = {"ours": "#2f6f9f", "peer": "#b9c4cc", "limit": "#e3e6e8"}
 
@@ -26,9 +26,9 @@ def _number(value: float | None, unit: str = "") -> str:
 
 
 def speed_table(speeds: list[Speed]) -> list[str]:
-    """Contenders of one group: GB/s, as a multiple of the first, which is ours; of a save and a load, requests, and
-    the client's processor time a GB."""
-    head = ["", "save GB/s", "of ours", "load GB/s", "of ours", "requests", "processor s/GB"]
+    """Return the rows of one group's contenders, for a save and a load: GB/s, the rate relative to the first contender
+    (zarrckpt), requests, and the client's processor time per GB."""
+    head = ["", "save GB/s", "relative", "load GB/s", "relative", "requests", "processor s/GB"]
     lines = [_row(head), _row(["---"] * len(head))]
     first = speeds[0]
     for speed in speeds:
@@ -57,7 +57,7 @@ def _pairs(speed: Speed, first: Speed) -> list[tuple[float, float]]:
 
 
 def figure_table(figures: list[Figure]) -> list[str]:
-    """Figures, their goals, and whether they are met."""
+    """Return rows of figures, their goals, and whether they are met."""
     lines = ["| | measured | goal | met | |", "|---|---|---|---|---|"]
     for figure in figures:
         sign = "at most" if figure.most else "at least"
@@ -68,7 +68,7 @@ def figure_table(figures: list[Figure]) -> list[str]:
 
 
 def machine() -> str:
-    """The machine and the versions that the figures come from."""
+    """Return the machine and the versions of the packages, as text."""
     packages = ("torch", "zarr", "tensorstore", "safetensors", "s3torchconnector", "s3fs")
     versions = [f"{name} {_version(name)}" for name in packages if _version(name)]
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {', '.join(versions)}"
@@ -84,7 +84,7 @@ def _version(name: str) -> str:
 
 
 def markdown(results: Results, heading: str) -> str:
-    """All tables, a heading each group."""
+    """Return all tables, with a heading for each group."""
     goals = [figure for figure in results.figures if figure.goal is not None]
     lines = [heading, ""]
     if goals:
@@ -100,7 +100,7 @@ def markdown(results: Results, heading: str) -> str:
 
 
 def write_page(results: Results, heading: str, page: Path) -> None:
-    """Put tables and plot between the marker lines of the page; what stands around them stays."""
+    """Replace the tables and the plot between the marker lines of the page."""
     text = page.read_text() if page.exists() else f"{PAGE}{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -110,14 +110,14 @@ def write_page(results: Results, heading: str, page: Path) -> None:
 
 
 def plot(results: Results, path: Path) -> bool:
-    """Bars of every group's saves and loads; False where there are none, or no matplotlib."""
+    """Draw bars of every group's saves and loads. Return False if there are none, or without matplotlib."""
     groups = [list(speeds) for _, speeds in groupby(results.speeds, key=lambda speed: speed.group)]
     if not groups or importlib.util.find_spec("matplotlib") is None:
         return False
     import matplotlib
 
     matplotlib.use("Agg")
-    # The same names in the file every time, and text as text.
+    # Reproducible ids, and text that is not drawn as outlines.
     matplotlib.rcParams.update({"svg.hashsalt": "zarrckpt", "svg.fonttype": "none"})
     from matplotlib import pyplot
 

@@ -1,9 +1,9 @@
-"""Bytes read over bytes needed where a checkpoint is loaded on another mesh, over the weights of a Llama's layer.
+"""Bytes read over bytes needed if a checkpoint is loaded on another mesh, for the weights of a Llama's layer.
 
-Real ranks save. "Together": ranks that hand on what several of them need, as they do by default in object stores; up
-to eight are real and load, what more would fetch is planned. "Alone", and DCP: each rank of the new mesh is read for by
-itself, through DCP's protocol of storage readers and without its collectives, so that 64 ranks fit one machine; bytes
-are those that the process asked the kernel for.
+Real ranks save. "Together" are ranks that share reads, the default for object stores: up to eight ranks really load,
+and the reads of more are planned. "Alone", and with DCP, one process reads for each rank of the new mesh, through DCP's
+protocol of storage readers and without its collectives, so that 64 ranks fit one machine. Bytes are those that the
+process requested from the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BY_COLUMNS = ("o", "down")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A way to shard every weight: over ``fsdp`` ranks along dimension 0, over ``tp`` as tensor parallelism does."""
+    """Sharding of every weight: over ``fsdp`` ranks along dimension 0, over ``tp`` ranks by tensor parallelism."""
 
     fsdp: int = 1
     tp: int = 1
@@ -47,7 +47,7 @@ CHANGES = {
     "TP8 -> FSDP64": (Mesh(tp=8), Mesh(fsdp=64)),
 }
 GOAL = 1.1
-"""For ranks that read together."""
+"""Goal for ranks that share reads."""
 
 
 def run(options: Options) -> Results:
@@ -58,14 +58,11 @@ def run(options: Options) -> Results:
             ranks(_save_all, 8, layer, folder)
             loaded = ranks(_load_all, 8, layer, folder)
             group = f"bytes read / needed, {name}"
-            for change, (planned, handed, alone, dcp) in fresh(_read_all, layer, folder).items():
+            for change, (planned, sent, alone, dcp) in fresh(_read_all, layer, folder).items():
                 shared = loaded.get(change, planned)
-                note = f"{handed:.2f} handed on" + ("" if change in loaded else "; planned")
-                found.figures.append(
-                    Figure(group, f"{change}, zarrckpt, together", shared, "", GOAL, most=True, note=note)
-                )
-                found.figures.append(Figure(group, f"{change}, zarrckpt, alone", alone))
-                found.figures.append(Figure(group, f"{change}, DCP FileSystem", dcp))
+                planned_only = "" if change in loaded else "; planned"
+                note = f"sent {sent:.2f}; alone {alone:.2f}; DCP FileSystem {dcp:.2f}{planned_only}"
+                found.figures.append(Figure(group, change, shared, "", GOAL, most=True, note=note))
     return found
 
 
@@ -80,7 +77,7 @@ def _tp_dim(name: str) -> int:
 
 
 def _save_all(layer: tuple[int, int, int, str], folder: str) -> None:
-    """On every rank: the same weights on every mesh that something is loaded from, by zarrckpt and by DCP."""
+    """Save the same weights on every source mesh, by zarrckpt and by DCP. Called on every rank."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,7 +100,7 @@ def _save_all(layer: tuple[int, int, int, str], folder: str) -> None:
 
 
 def _dtensor(name: str, shape: tuple[int, ...], dtype: str, mesh: Mesh, grid: Any) -> Any:
-    """This rank's part of a weight, all ones; every size divides evenly."""
+    """Return this rank's part of a weight, all ones. Every size divides evenly."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -111,7 +108,7 @@ def _dtensor(name: str, shape: tuple[int, ...], dtype: str, mesh: Mesh, grid: An
     tp = Shard(_tp_dim(name))
     placements: list[Any] = [tp if mesh.tp > 1 else Shard(0)]
     if grid.ndim == 2:
-        # FSDP2 cuts what tensor parallelism left: where both cut rows, the parts of one FSDP rank lie apart.
+        # FSDP2 cuts the parts of tensor parallelism. If both cut rows, the parts of one FSDP rank are not adjacent.
         placements = [Shard(0) if tp.dim else _StridedShard(0, split_factor=mesh.tp), tp]
     extent = list(shape)
     for size, placement in zip(grid.shape, placements, strict=True):
@@ -121,7 +118,7 @@ def _dtensor(name: str, shape: tuple[int, ...], dtype: str, mesh: Mesh, grid: An
 
 
 def _boxes(name: str, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Iterable[tuple[list[int], list[int]]]:
-    """(offset, shape) of what a rank holds of a weight; whole rows or columns, cut as torch.chunk cuts."""
+    """Yield (offset, shape) of a rank's parts of a weight: whole rows or columns, cut as torch.chunk does."""
     dim = _tp_dim(name) if mesh.tp > 1 else 0
     step = -(-shape[dim] // mesh.ranks)
     begin, end = min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
@@ -132,7 +129,7 @@ def _boxes(name: str, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Iterable
 
 
 def _load_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, float]:
-    """On every rank: load what eight ranks can, and share reads. The bytes fetched over those needed."""
+    """Load with shared reads on up to eight ranks. Return bytes fetched over bytes needed. Called on every rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,7 +157,7 @@ def _load_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, float]
             )
             parts = [tensor.to_local() for tensor in state.values()]
             if not all(bool((part == 1).all()) for part in parts):
-                raise RuntimeError("something else was loaded than saved")
+                raise RuntimeError("the loaded data differs from the saved data")
             total = torch.tensor([report.nbytes, sum(part.nbytes for part in parts)])
             dist.all_reduce(total, group=group)
             found[change] = int(total[0]) / int(total[1])
@@ -168,7 +165,7 @@ def _load_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, float]
 
 
 def _read_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, tuple[float, float, float, float]]:
-    """Bytes over bytes needed of every change: fetched by ranks together, and handed on; read alone; read by DCP."""
+    """Return bytes over bytes needed for every change: fetched with shared reads, sent, read alone, read by DCP."""
     import torch.distributed.checkpoint as dcp
 
     import zarrckpt
@@ -190,12 +187,12 @@ def _read_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, tuple[
             for rank in range(target.ranks)
         ]
         needed = sum(node.nbytes for node in nodes.values())
-        fetched, handed = fetched_together(nodes, boxes)
-        # Some ranks stand for all: DCP reads every piece whole of which it needs a row.
+        fetched, sent = fetched_together(nodes, boxes)
+        # Some ranks represent all: DCP reads the whole of every piece of which it needs a row.
         few = range(0, target.ranks, max(1, target.ranks // 4))
         found[change] = (
             fetched / needed,
-            handed / needed,
+            sent / needed,
             _amplification(ours, range(target.ranks), layer, target),
             _amplification(theirs, few, layer, target),
         )
@@ -203,7 +200,7 @@ def _read_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, tuple[
 
 
 def _amplification(make_reader: Any, which: Iterable[int], layer: tuple[int, int, int, str], target: Mesh) -> float:
-    """Sums over ranks of what was read and of what was needed, as a quotient."""
+    """Return the bytes read over the bytes needed, each summed over ranks."""
     read = needed = 0
     for rank in which:
         boxes = {name: list(_boxes(name, shape, target, rank)) for name, shape in _weights(layer).items()}
@@ -213,7 +210,7 @@ def _amplification(make_reader: Any, which: Iterable[int], layer: tuple[int, int
 
 
 def _read_rank(reader: Any, boxes: dict[str, list[tuple[list[int], list[int]]]]) -> tuple[int, int]:
-    """(bytes read, bytes needed) of one rank: DCP's steps of a load, with a plan of these boxes."""
+    """Return (bytes read, bytes needed) of one rank, by DCP's steps of a load with a plan of these boxes."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -234,12 +231,12 @@ def _read_rank(reader: Any, boxes: dict[str, list[tuple[list[int], list[int]]]])
     reader.read_data(plan, _targets(targets)).wait()
     read = _asked() - before
     if not all(bool((tensor == 1).all()) for tensor in targets.values()):
-        raise RuntimeError("something else was read than saved")
+        raise RuntimeError("the data read differs from the saved data")
     return read, sum(tensor.nbytes for tensor in targets.values())
 
 
 def _targets(tensors: dict[Any, Any]) -> Any:
-    """A load planner that hands out these tensors, by name and offset."""
+    """Return a load planner whose targets are these tensors, by name and offset."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     class Targets(DefaultLoadPlanner):
@@ -259,6 +256,6 @@ def _targets(tensors: dict[Any, Any]) -> Any:
 
 
 def _asked() -> int:
-    """Bytes that this process has read from files so far."""
+    """Return the bytes that this process has read from files so far."""
     with open("/proc/self/io") as file:
         return int(file.readline().split()[1])

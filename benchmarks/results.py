@@ -1,4 +1,4 @@
-"""What a set of measurements found: speeds of contenders, and figures, each with its goal where it has one."""
+"""Results of a set of measurements: speeds of contenders, and figures with their goals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Speed:
-    """One contender's times: seconds of every save and load of ``nbytes``; none where it is not installed.
+    """One contender's times: seconds of every save and load of ``nbytes``, empty if it is not installed.
 
-    ``saved`` and ``loaded`` say what a save and a load asked of the server, where one counts; ``save_processor`` and
+    ``saved`` and ``loaded`` are the server's counts of a save and a load, if it counts. ``save_processor`` and
     ``load_processor`` are the seconds of this process's processors.
     """
 
@@ -37,14 +37,14 @@ class Speed:
         return self.nbytes / statistics.median(self.load) / 1e9 if self.load else None
 
     def processor_a_gigabyte(self, which: str) -> float | None:
-        """Seconds of the client's processors a GB, the median, of "save" or "load"."""
+        """Return the median processor seconds of the client per GB, for "save" or "load"."""
         times = self.save_processor if which == "save" else self.load_processor
         return statistics.median(times) / self.nbytes * 1e9 if times else None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value. ``goal`` is the least that it should be, or the most where ``most`` is set."""
+    """One measured value. ``goal`` is its lower bound, or its upper bound if ``most`` is set."""
 
     group: str
     what: str
@@ -56,7 +56,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no goal, or nothing was measured."""
+        """Whether the goal is met. None if there is no goal or no value."""
         if self.goal is None or self.value is None:
             return None
         return self.value <= self.goal if self.most else self.value >= self.goal
@@ -64,7 +64,7 @@ class Figure:
 
 @dataclass
 class Results:
-    """All that was found."""
+    """All speeds and figures."""
 
     speeds: list[Speed] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Results:
 
 
 def faster(speeds: list[Speed], ours: str, theirs: str, which: str, goal: float | None) -> Figure:
-    """How many times the rate of ``theirs`` the rate of ``ours`` is."""
+    """Return the rate of ``ours`` over that of ``theirs``."""
     by_name = {speed.name: speed for speed in speeds}
     rates = [by_name[name].save_rate if which == "save" else by_name[name].load_rate for name in (ours, theirs)]
     value = rates[0] / rates[1] if rates[0] and rates[1] else None

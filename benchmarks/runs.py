@@ -1,4 +1,4 @@
-"""What a ``CheckpointManager`` costs: a step that saves nothing, and saves beside which checkpoints are deleted."""
+"""Cost of a ``CheckpointManager``: a step that saves nothing, and saves during the deletion of other checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = "runs"
 RANKS = 4
 STEPS = 20_000
 SAVES = 4
-"""Of a round. Each makes one checkpoint superfluous, where the newest alone is kept."""
+"""Saves per round. If only the newest checkpoint is kept, each save makes one superfluous."""
 
 
 def run(options: Options) -> Results:
@@ -40,7 +40,7 @@ def run(options: Options) -> Results:
 
 
 def _steps(folder: str, steps: int) -> tuple[float, float]:
-    """Microseconds of a call on rank 0, while all ranks watch for signals."""
+    """Return the microseconds of a call on rank 0, while all ranks watch for signals."""
     import zarrckpt
 
     manager = zarrckpt.CheckpointManager(folder, signals=("SIGTERM", "SIGUSR1"))
@@ -58,7 +58,7 @@ def _steps(folder: str, steps: int) -> tuple[float, float]:
 
 
 def _saves(options: Options, url: str) -> tuple[float, float]:
-    """The time of saves beside deletions over that of saves without, and of a manager's over that of plain saves."""
+    """Return the time of saves during deletions over that of saves without, and of a manager's over plain saves."""
     import zarrckpt
     from benchmarks import state as states
 
@@ -99,7 +99,7 @@ def _saves(options: Options, url: str) -> tuple[float, float]:
 
 
 def _timed(save: Callable[[int], object]) -> float:
-    """Seconds of saves, each followed by twice its time of something else: there deletions begin."""
+    """Return the seconds of saves. Each is followed by a pause of twice its time, in which deletions begin."""
     took = 0.0
     for step in range(1, SAVES + 1):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Save and load on S3, served from memory on the loopback: with no delay, and as slowly as a distant S3 answers.
+"""Save and load on S3, served from memory on the loopback: with no delay, and with the delay of a distant S3.
 
-Over TLS first, as users have it: large tensors, where bytes are what takes time, and many small ones, where requests
-do. Once more beside a Python thread that computes all the while, and without TLS.
+First over TLS, as users do: large tensors, whose bytes take the time, and many small ones, whose requests do. Then
+beside a Python thread that computes all the time, and without TLS.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DISTANT = {"latency": 0.025, "bandwidth": 90e6}
 CONNECTOR, S3FS = "s3torchconnector", "DCP + s3fs"
 
 Goals = dict[str, tuple[float | None, float | None]]
-"""By peer: how many times as fast as it a save and a load are to be."""
+"""Peer -> goals: how many times as fast as the peer a save and a load should be."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One group of measurements: how the server is, what is saved, and the goals."""
+    """One group of measurements: the server's conditions, the state, and the goals."""
 
     group: str
     goals: Goals
@@ -37,15 +37,15 @@ class Condition:
     state: str = "large"
     busy: bool = False
     peers: tuple[str, ...] = ()
-    """Those that are measured, beside ours; all where none is named."""
+    """Peers that are measured; all if empty."""
     processor: tuple[float | None, float | None] | None = None
-    """The client's processor seconds a GB that a save and a load may take."""
+    """Goals for the client's processor seconds per GB, of a save and a load."""
 
 
 CONDITIONS = [
     Condition("S3 over TLS, no delay", {CONNECTOR: (1.5, 1.4), S3FS: (5.0, 8.0)}, processor=(0.5, 0.9)),
     Condition("S3 over TLS, no delay, beside a busy thread", {CONNECTOR: (1.5, 1.4)}, busy=True, peers=(CONNECTOR,)),
-    Condition("S3 over TLS, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR,)),
+    Condition("S3 over TLS, 25 ms, 90 MB/s per connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR,)),
     Condition(
         "S3 over TLS, no delay, many tensors of 16 KiB",
         {CONNECTOR: (None, None)},
@@ -54,7 +54,9 @@ CONDITIONS = [
     ),
     Condition("S3, no delay", {CONNECTOR: (2.0, 3.0), S3FS: (5.0, 8.0)}, tls=False),
     Condition("S3, no delay, GPT-2 with AdamW", {CONNECTOR: (2.0, 3.0)}, tls=False, state="gpt2", peers=(CONNECTOR,)),
-    Condition("S3, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.7, 1.7)}, tls=False, distant=True, peers=(CONNECTOR,)),
+    Condition(
+        "S3, 25 ms, 90 MB/s per connection", {CONNECTOR: (1.7, 1.7)}, tls=False, distant=True, peers=(CONNECTOR,)
+    ),
 ]
 
 
@@ -71,7 +73,7 @@ def _contenders(server: Served, condition: Condition, trusted: bool) -> Iterator
 
     for contender in s3_contenders():
         wanted = not condition.peers or contender.kind == "ours" or contender.name in condition.peers
-        # Its client takes the system's authorities alone. Over TLS no payload is signed.
+        # Its client trusts only the system's authorities. Over TLS no payload is signed.
         possible = trusted or contender.name != CONNECTOR
         if wanted and possible and not (condition.tls and contender.name == SIGNED):
             yield contender
@@ -97,8 +99,8 @@ def _measure(options: Options, condition: Condition, server: Served) -> Results:
     target = states.like(state)
     contenders = list(_contenders(server, condition, trusted))
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    # Modules are imported, threads started: what only the first save of a process pays. Far away a full round of it
-    # takes minutes.
+    # Only the first save of a process imports modules and starts threads. On a distant server a full round takes
+    # minutes.
     little = {name: tensor for name, tensor in state.items() if tensor.nbytes <= LITTLE}
     first = (little, states.like(little)) if condition.distant else (state, target)
     installed = [c for c in contenders if c.installed]
@@ -112,7 +114,7 @@ def _measure(options: Options, condition: Condition, server: Served) -> Results:
     for c in contenders:
         saves, loads = ([pair[which] for pair in times.get(c.name, [])] for which in (0, 1))
         seconds = [[one.seconds for one in calls] for calls in (saves, loads)]
-        # The busy thread's time is this process's, too.
+        # The busy thread's time would be counted, too.
         processor = [[one.processor for one in calls if not condition.busy] for calls in (saves, loads)]
         asked = counts.get(c.name, ({}, {}))
         speeds.append(Speed(condition.group, c.name, c.kind, size, *seconds, *asked, *processor))
@@ -122,7 +124,7 @@ def _measure(options: Options, condition: Condition, server: Served) -> Results:
 def _round(
     contender: Any, state: Any, target: Any, server: Served, counts: dict[str, Any]
 ) -> Callable[[int], tuple[Took, Took]]:
-    """Save, load and compare once; the times of both, and what the server counted meanwhile."""
+    """Return a function that saves, loads and compares once, returns both times, and keeps the server's counts."""
     from benchmarks import state as states
 
     def once(number: int) -> tuple[Took, Took]:
@@ -136,7 +138,7 @@ def _round(
         loaded = took(lambda: contender.load(target, url))
         counts[contender.name] = (asked, server.stats())
         if not states.equal(target, state):
-            raise RuntimeError(f"{contender.name} loaded something else than it saved")
+            raise RuntimeError(f"{contender.name} loaded other data than it saved")
         server.clear(BUCKET)
         return saved, loaded
 
@@ -157,4 +159,4 @@ def _figures(condition: Condition, speeds: list[Speed]) -> Iterator[Figure]:
             yield faster(speeds, "zarrckpt", LIMIT, which, None)
     for which, goal in zip(("save", "load"), condition.processor or (), strict=False):
         seconds = speeds[0].processor_a_gigabyte(which)
-        yield Figure(condition.group, f"{which}: the client's processor time a GB", seconds, "s", goal, most=True)
+        yield Figure(condition.group, f"{which}: the client's processor time per GB", seconds, "s", goal, most=True)

@@ -1,4 +1,4 @@
-"""One key in a hundred from S3, 25 ms away: seconds, and how many answers had to be waited for one after the other."""
+"""One key in a hundred from S3, 25 ms away: seconds, and the number of sequential round trips."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _targets(state: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
 
 
 def _opened(server: Served, checkpoint: Any, wanted: list[str], state: dict[str, Any]) -> list[Figure]:
-    """The keys of an open checkpoint: all in one call where it has one for that, else one after the other."""
+    """Measure the keys of an open checkpoint: in one call if it has one for several keys, else one by one."""
     found: dict[str, Any] = {}
 
     def read() -> None:
@@ -64,14 +64,14 @@ def _opened(server: Served, checkpoint: Any, wanted: list[str], state: dict[str,
 
     figures = _asked(server, "Checkpoint from zarrckpt.open, the keys", read, goal=3)
     if any((found[name] != state[name].numpy()).any() for name in wanted):
-        raise RuntimeError("other values were read than saved")
+        raise RuntimeError("the values read differ from the saved values")
     return figures
 
 
 def _asked(
     server: Served, what: str, call: Callable[[], object], goal: float | None = None, before: int = 0
 ) -> list[Figure]:
-    """Round trips of a call, less those that it takes before the first key; and its time, with them."""
+    """Measure the round trips of a call, without those before the first key, and its whole time."""
     server.reset()
     took = seconds(call)
     stats = server.stats()

@@ -1,4 +1,4 @@
-"""How long a new process takes to import the package, and the command line to say what it can do."""
+"""Time of a new process to import the package, and of the command line to print its help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that is saved and loaded: weights of the shapes that a Llama has, and targets of the same shapes."""
+"""The states that are saved and loaded: weights with the shapes of a Llama, and targets of the same shapes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 State = dict[str, torch.Tensor]
 
 PIECE = 128 << 20
-"""Limits are measured on files of at most this size, that of the largest chunks."""
+"""Maximum size of the files with which limits are measured: that of the largest chunks."""
 
 
 def layer_shapes(dim: int, kv: int, ffn: int) -> dict[str, tuple[int, ...]]:
-    """The weights of one layer, by name."""
+    """Return the shapes of one layer's weights, by name."""
     shapes: dict[str, tuple[int, ...]] = {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, dim)}
     return shapes | {"gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
 
 
 def shapes_of(gigabytes: float, itemsize: int = 4) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model of about that size: an embedding, and layers a quarter of the size at most."""
+    """Return names and shapes of a model of about that size: an embedding, and layers of at most a quarter of it."""
     budget = gigabytes * 1e9 / itemsize
     width = int(math.sqrt(budget / 4 / 14.4))
     dim = max(64, min(4096, 1 << (width.bit_length() - 1)))
@@ -33,7 +33,7 @@ def shapes_of(gigabytes: float, itemsize: int = 4) -> dict[str, tuple[int, ...]]
 
 
 def make_state(gigabytes: float, dtype: str = "float32") -> State:
-    """Random weights of about that size; ``mix`` is matrices in bfloat16, vectors in float32."""
+    """Return random weights of about that size. ``mix`` means matrices in bfloat16 and vectors in float32."""
     state = {}
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes_of(gigabytes, 4 if dtype == "float32" else 2).items():
@@ -43,7 +43,7 @@ def make_state(gigabytes: float, dtype: str = "float32") -> State:
 
 
 def gpt2_with_adamw() -> State:
-    """GPT-2 (124M) and its AdamW's state: 592 tensors, 1.49 GB, most of them small."""
+    """Return GPT-2 (124M) and its AdamW's state: 592 tensors, 1.49 GB, most of them small."""
     dim, layers = 768, 12
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, dim), "wpe.weight": (1024, dim)}
     for layer in range(layers):
@@ -63,12 +63,12 @@ def gpt2_with_adamw() -> State:
 
 
 def small_tensors(count: int) -> State:
-    """So many vectors of 16 KiB."""
+    """Return ``count`` vectors of 16 KiB."""
     return {f"model.layers.{number}.weight": torch.rand(4096) for number in range(count)}
 
 
 def of_kind(kind: str, gigabytes: float, dtype: str) -> State:
-    """A state by name: "large", which has the size, "gpt2" or "small"; a few small tensors for both under 0.1 GB."""
+    """Return a state by name: "large" of the given size, "gpt2" or "small". Below 0.1 GB the last two are tiny."""
     if kind == "large":
         return make_state(gigabytes, dtype)
     if gigabytes < 0.1:
@@ -77,7 +77,7 @@ def of_kind(kind: str, gigabytes: float, dtype: str) -> State:
 
 
 def sharded(state: State) -> dict[str, Any]:
-    """Every tensor as a DTensor with Shard(0) over all ranks, as FSDP has it; each in memory of its own."""
+    """Return every tensor as a DTensor with Shard(0) over all ranks, like FSDP's, each in separate memory."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -93,7 +93,7 @@ def sharded(state: State) -> dict[str, Any]:
 
 
 def like(state: dict[str, Any]) -> dict[str, Any]:
-    """Targets of the same kind, all of their memory touched."""
+    """Return targets of the same kind, whose memory has been touched."""
     return {name: torch.zeros_like(tensor) + 0 for name, tensor in state.items()}
 
 
@@ -103,7 +103,7 @@ def clear(target: dict[str, Any]) -> None:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """The memory of this rank."""
+    """Return this rank's part."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
@@ -113,18 +113,18 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def nbytes(state: dict[str, Any]) -> int:
-    """Bytes of the whole state, over all ranks."""
+    """Return the bytes of the whole state, over all ranks."""
     return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
 
 
 def memory(tensor: Any) -> memoryview:
-    """A tensor's bytes."""
+    """Return a tensor's bytes."""
     data: Any = local(tensor).reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
 
 def pieces(state: dict[str, Any]) -> list[memoryview]:
-    """The whole memory of this rank's state in pieces of at most PIECE bytes: what the limits transfer."""
+    """Return the memory of this rank's state in pieces of at most PIECE bytes, which the limits transfer."""
     found = []
     for tensor in state.values():
         view = memory(tensor)

@@ -1,11 +1,11 @@
-"""What the size of subchunks costs: bytes read after a change of mesh, and zarr-python's time for a whole array.
+"""Cost of the size of subchunks: bytes read after a change of mesh, and zarr-python's time for a whole array.
 
     python -m benchmarks.subchunk_rules          the weights of a Llama 3 8B layer, geometry only
     python -m benchmarks.subchunk_rules --zarr   zarr-python reads one array, stored with subchunks of several sizes
     python -m benchmarks.subchunk_rules --shapes the rule over the shapes of many models and numbers of ranks
 
-The first prints what a load on another mesh fetches, over the bytes that it fills: each rank by itself; and ranks that
-read together, where what is fetched is fetched once, with the bytes that go between them.
+The first prints the bytes that a load on another mesh fetches, over the bytes that it fills: if each rank reads alone,
+and if ranks share reads, with the bytes that they send to each other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SIZES = {"1 MiB": 1 << 20, "2 MiB": 2 << 20, "4 MiB": 4 << 20}
 
 
 def cut(shape: Ints, cuts: dict[int, int]) -> list[Box]:
-    """The boxes of ``torch.chunk`` along each cut dimension."""
+    """Return the boxes of ``torch.chunk`` along each cut dimension."""
     parts = []
     for dim, n in enumerate(shape):
         step = -(-n // cuts.get(dim, 1))
@@ -76,7 +76,7 @@ def cut(shape: Ints, cuts: dict[int, int]) -> list[Box]:
 
 
 def layer(saved: Cuts, itemsize: int) -> dict[str, ArrayNode]:
-    """The arrays of a layer that was saved with these cuts."""
+    """Return the arrays of a layer that was saved with these cuts."""
     dtype = by_name({4: "float32", 2: "bfloat16"}[itemsize])
     nodes = {}
     for name, (shape, parallel) in LAYER.items():
@@ -87,7 +87,7 @@ def layer(saved: Cuts, itemsize: int) -> dict[str, ArrayNode]:
 
 
 def alone(saved: Cuts, loaded: Cuts, itemsize: int) -> float:
-    """What ranks fetch that read by themselves, over the bytes that they fill."""
+    """Return the bytes that ranks fetch that read alone, over the bytes that they fill."""
     needed = read = 0
     for name, node in layer(saved, itemsize).items():
         shape, parallel = LAYER[name]
@@ -99,20 +99,20 @@ def alone(saved: Cuts, loaded: Cuts, itemsize: int) -> float:
 
 
 def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
-    """What ranks fetch that read together, and what they hand on, over the bytes that they fill."""
+    """Return the bytes that ranks fetch and send that share reads, each over the bytes that they fill."""
     nodes = layer(saved, itemsize)
     pieces = {name: cut(LAYER[name][0], loaded(LAYER[name][1])) for name in nodes}
     ranks = max(map(len, pieces.values()))
     targets = [[(name, boxes[rank]) for name, boxes in pieces.items() if rank < len(boxes)] for rank in range(ranks)]
     needed = sum(math.prod(node.grid.shape) for node in nodes.values()) * itemsize
-    fetched, handed = fetched_together(nodes, targets)
-    return fetched / needed, handed / needed
+    fetched, sent = fetched_together(nodes, targets)
+    return fetched / needed, sent / needed
 
 
 def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[tuple[str, Box]]]) -> tuple[int, int]:
-    """The bytes that ranks fetch which read their targets together, and those that they hand on."""
+    """Return the bytes that ranks with these targets fetch and send if they share reads."""
     shares = plan_shares(range(len(targets)), nodes, boxes_of_ranks(targets), len(targets), 128 << 20).values()
-    fetched = handed = 0
+    fetched = sent = 0
     shared: dict[tuple[str, Ints], set[int]] = {}
     for step in (step for own in shares for step in own.values()):
         for run in step.reads:
@@ -120,19 +120,19 @@ def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[
             shared.setdefault((run.fqn, run.chunk), set()).update(run.numbers)
         for message in step.sends:
             sizes = (overlap_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts)
-            handed += len(message.ranks) * sum(sizes)
-    # What one rank alone needs it fetches by itself.
+            sent += len(message.ranks) * sum(sizes)
+    # Each rank fetches the subchunks that only it needs.
     for name, box in (target for own in targets for target in own):
         node = nodes[name]
         for chunk in node.grid.chunks_of(box):
             own_numbers = {*subchunks_in(node.grid, chunk, box)} - shared.get((name, chunk), set())
             fetched += len(own_numbers) * (subchunk_bytes(node) + CRC_BYTES)
-    return fetched, handed
+    return fetched, sent
 
 
 def geometry() -> None:
     for itemsize in (4, 2):
-        print(f"\n| {8 * itemsize} bits | " + " | ".join(CHANGES) + " | subchunks a GB |")
+        print(f"\n| {8 * itemsize} bits | " + " | ".join(CHANGES) + " | subchunks per GB |")
         print("|---" * (len(CHANGES) + 2) + "|")
         for name, nbytes in SIZES.items():
             chunking._subchunks.cache_clear()
@@ -144,7 +144,7 @@ def geometry() -> None:
             count_a_gb = count / sum(node.nbytes for node in nodes.values()) * 1e9
             print(f"| {name}: alone | " + " | ".join(f"{value:.2f}" for value in by_itself) + f" | {count_a_gb:.0f} |")
             print(f"| {name}: together | " + " | ".join(f"{value:.2f}" for value, _ in shared) + " | |")
-            print(f"| {name}: handed on | " + " | ".join(f"{value:.2f}" for _, value in shared) + " | |")
+            print(f"| {name}: sent | " + " | ".join(f"{value:.2f}" for _, value in shared) + " | |")
         chunking._subchunks.cache_clear()
 
 
@@ -176,7 +176,7 @@ def zarr_reads(rounds: int) -> None:
                 began = time.perf_counter()
                 array[...]
                 own.append(time.perf_counter() - began)
-    print("| subchunks | MiB | GB/s | time, over that without |\n|---|---|---|---|")
+    print("| subchunks | MiB | GB/s | time relative to no subchunks |\n|---|---|---|---|")
     base = statistics.median(times[0])
     for sub, own in zip(subs, times, strict=True):
         size = math.prod(sub) * 4 / (1 << 20) if sub else 0
@@ -201,13 +201,13 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 64)
 
 
 def cuts_of(n: int, parts: int) -> list[tuple[int, int]]:
-    """Offset and extent of each part, as ``torch.chunk`` cuts."""
+    """Return the offset and extent of each part, cut as by ``torch.chunk``."""
     step = -(-n // parts)
     return [(at, min(step, n - at)) for at in range(0, n, step)]
 
 
 def moved_share(shape: Ints, parts: Ints, chunk: Ints) -> float:
-    """The share of a tensor's elements that are not with the rank that holds most of their chunk."""
+    """Return the share of a tensor's elements that are not on the rank that holds most of their chunk."""
     stays = 1.0
     for n, count, extent in zip(shape, parts, chunk, strict=True):
         held = cuts_of(n, count)
@@ -245,7 +245,7 @@ def shapes() -> None:
     print(f"{total} tensors with pieces of 1 MiB or more; subchunks {len(sizes)}, of 1 to 4 MiB {usual}")
     print(f"without, of 1 to 4 MiB: {without[0]}, above: {without[1]}; padding at most {max(padded) - 1:.1%}")
     mean = statistics.mean(share for share, _ in moved)
-    print(f"rows move in {len(moved)}, in the mean {mean:.2%} of the tensor; most:")
+    print(f"rows move in {len(moved)} cases, on average {mean:.2%} of the tensor; the largest shares:")
     for share, what in sorted(moved, reverse=True)[:5]:
         print(f"  {share:.1%} of {what}")
 

@@ -1,4 +1,4 @@
-"""What subchunks cost: saves with them and without, and zarr-python's own read of all."""
+"""Cost of subchunks: saves and loads with and without them, and zarr-python's read of all tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _measure(options: Options, folder: str) -> Results:
 
 
 def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], tuple[float, ...]]:
-    """Save, load, and read all with zarr-python; subchunks only in chunks above so many bytes."""
+    """Save, load, and read all with zarr-python, with subchunks only in chunks above ``above`` bytes."""
     import zarrckpt
     from benchmarks import state as states
 
@@ -56,7 +56,7 @@ def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], 
         states.clear(target)
         read = seconds(lambda: _zarr_read(target, path))
         if not states.equal(target, state):
-            raise RuntimeError("zarr-python read something else than was saved")
+            raise RuntimeError("the data read by zarr-python differs from the saved data")
         shutil.rmtree(path)
         return saved, loaded, read
 
@@ -64,7 +64,7 @@ def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], 
 
 
 def _zarr_read(target: Any, path: str) -> None:
-    """As a user of zarr-python would: a bare array of each tensor, into memory."""
+    """Read each tensor as a plain array with zarr-python, into memory."""
     import torch
     import zarr
 

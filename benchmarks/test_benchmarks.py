@@ -194,7 +194,7 @@ def test_the_command_writes_tables_and_json(tmp_path: Path) -> None:
     assert "### Cost of subchunks" in done.stdout
 
 
-def test_tables_say_what_is_missed_and_what_is_not_installed(tmp_path: Path) -> None:
+def test_tables_show_missed_goals_and_missing_peers(tmp_path: Path) -> None:
     ours = Speed("a group", "zarrckpt", "ours", 10**9, [1.0, 2.0, 9.0], [0.5])
     speeds = [ours, Speed("a group", "absent", "peer", 10**9)]
     goals = [Figure("f", "high", 3.0, "x", 2.0), Figure("f", "low", 3.0, "x", 2.0, most=True), Figure("f", "none", 1.0)]

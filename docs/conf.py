@@ -1,7 +1,7 @@
 """The documentation as a site: ``make docs``.
 
-The same Markdown files are read as they are, on GitHub for example, so what only a site needs is here: the navigation,
-the API from the docstrings, the help of the commands.
+The Markdown files are also read without a site, for example on GitHub. So the parts that only a site needs are here:
+the navigation, the API from the docstrings, the help of the commands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_*"]
 
-# Links: to headings as GitHub has them, and every one must lead somewhere (warnings are errors).
+# Anchors of headings are GitHub's. Every link must have a target (warnings are errors).
 myst_heading_anchors = 4
 nitpicky = True
 OTHERS = "collections|concurrent|dist|numpy|np|os|torch|xarray|zarr"
@@ -48,7 +48,7 @@ html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
-# Caption -> pages in their order, with a short title; those of a folder that are not named come after them, by name.
+# Caption -> pages in their order, with a short title. Other pages of the folder follow, by name.
 NAVIGATION = {
     "Start": ["Tutorial <tutorial>"],
     "How to": [
@@ -83,8 +83,7 @@ NAVIGATION = {
     ],
     "Understand": [
         "Architecture <explanation/architecture>",
-        "Chunks and shards <explanation/chunks>",
-        "Subchunks <explanation/subchunks>",
+        "Chunks and subchunks <explanation/chunks>",
         "Ranks together <explanation/ranks>",
         "Exchange between ranks <explanation/exchange>",
         "Scale <explanation/scale>",
@@ -98,7 +97,7 @@ NAVIGATION = {
 
 
 def navigation(found: set[str]) -> str:
-    """The tables of contents of all pages."""
+    """Return the tables of contents of all pages."""
     tables = ""
     for caption, entries in NAVIGATION.items():
         named = [entry.partition("<")[2].removesuffix(">") for entry in entries]
@@ -110,7 +109,7 @@ def navigation(found: set[str]) -> str:
 
 
 def help_of_commands() -> str:
-    """Each command's own help, as a terminal shows it."""
+    """Return each command's help, as a terminal shows it."""
     context = click.Context(main, info_name="zarrckpt", terminal_width=90, **main.context_settings)
     sections = ""
     for name in main.list_commands(context):
@@ -122,7 +121,7 @@ def help_of_commands() -> str:
 
 
 def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Add what a page has on the site alone."""
+    """Add the parts of a page that only the site has."""
     if docname == "index":
         source[0] += navigation(app.env.found_docs)
     elif docname == "reference/commands":
@@ -148,7 +147,7 @@ class Docstring(GoogleDocstring):
 def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """``Args:`` as a table, and links to errors.
 
-    Not for attributes, where the napoleon extension takes what stands before a colon for a type.
+    Not for attributes: the napoleon extension takes the text before a colon for a type.
     """
     if what in ("class", "function", "method"):
         lines[:] = Docstring("\n".join(lines), Config(), app, what, name, obj, options).lines()

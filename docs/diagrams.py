@@ -94,7 +94,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """From one column to another, or within one; above the arrow stands what is done."""
+    """From one column to another, or within one; the text above the arrow names the action."""
 
     number: str
     source: int

@@ -1,10 +1,10 @@
-"""A training run with Accelerate that can be killed at any moment, and goes on where it was.
+"""A training run with Accelerate that can be killed at any moment, and resumes from its newest checkpoint.
 
     python examples/accelerate_run.py run                            # end it by Ctrl-C or kill; start it again
     torchrun --nproc-per-node 2 examples/accelerate_run.py s3://bucket/run    # on any number of processes
 
 It saves every 20 steps, and keeps the two newest checkpoints and the best one. On SIGTERM or Ctrl-C, on any process,
-all of them save the same step and end. ``zarrckpt ls run`` shows what is there.
+all of them save the same step and end. ``zarrckpt ls run`` lists the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zarrckpt.integrations.accelerate import restoring, state_of
 
 
 def train(url: str, steps: int) -> None:
-    # A shuffle that follows from seed and epoch, and batches that do not depend on the number of processes.
+    # The shuffle depends only on seed and epoch, and the batches do not depend on the number of processes.
     data = DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=data)
     set_seed(0)
@@ -58,7 +58,7 @@ def train(url: str, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="where the run's checkpoints are: a path, or s3://bucket/run")
+    parser.add_argument("url", help="folder of the run's checkpoints: a path, or s3://bucket/run")
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     train(args.url, args.steps)

@@ -1,4 +1,4 @@
-"""The demonstration: train, train again and kill it, resume on other processes, compare, look inside the checkpoint."""
+"""The demonstration: train, kill a second training, resume it on other processes, compare, read the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from s3_server import s3_server
 
 
 def demonstrate(args: argparse.Namespace) -> int:
-    """Run it all; returns the exit status."""
+    """Run the demonstration. Return the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # progress is to be seen through a pipe, too
+        sys.stdout.reconfigure(line_buffering=True)  # shows progress through a pipe, too
     with ExitStack() as stack:
         folder = Path(args.dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="zarrckpt-demo-"))).absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -29,7 +29,7 @@ def demonstrate(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         url = str(folder / "run")
         if args.s3:
-            # Into this process's own environment: the workers inherit it, and zarr and xarray read it at the end.
+            # Set in this process: the workers inherit the environment, and zarr and xarray read it at the end.
             os.environ.update(stack.enter_context(s3_server("demo", folder / "s3-server.log")))
             url = "s3://demo/run"
         try:
@@ -42,14 +42,14 @@ def demonstrate(args: argparse.Namespace) -> int:
 
 
 class Demo:
-    """Three training runs and what they show."""
+    """Three training runs, and the comparison of their losses and states."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, url: str) -> None:
         self.args, self.folder, self.url = args, folder, url
         self.found = Findings()
 
     def run(self) -> int:
-        """The story in four parts, and the verdict."""
+        """Run the four parts of the demonstration, and print the result."""
         args, found, began = self.args, self.found, time.monotonic()
         print(f"1. Train on {args.processes} processes ({_mesh(args.tp)}) without a break, to compare with")
         self.train_uninterrupted()
@@ -113,7 +113,7 @@ class Demo:
 
     def resume(self) -> None:
         found = self.found
-        # Another seed, so that whatever agrees comes from the checkpoint.
+        # With another seed, all equal state must be from the checkpoint.
         options = [*self.saving_options(), "--resume", "--seed", 1]
         with self.training("resumed", self.args.resume_on, self.args.resume_tp, *options) as training:
             for event in training.events():
@@ -127,7 +127,7 @@ class Demo:
                     print(f"   {step:4d}    {both}   {found.difference(step):15.1e}", flush=True)
 
     def check_start(self, event: Event) -> None:
-        """Whether the resumed run began with exactly what was saved."""
+        """Whether the resumed run began with exactly the saved state."""
         if not event["resumed_from"]:
             raise TrainingFailed(f"zarrckpt.latest found no checkpoint below {self.url}")
         found = self.found
@@ -165,7 +165,7 @@ def _mesh(tp: int) -> str:
 
 
 class Lines:
-    """Losses, several on a line, shown as they come."""
+    """Losses, several on a line, printed when they arrive."""
 
     def __init__(self, width: int) -> None:
         self.width = width

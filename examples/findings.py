@@ -1,4 +1,4 @@
-"""What the demonstration has seen, for its last lines and for programs."""
+"""Results of the demonstration, for its last lines and for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Findings:
-    """Losses by step of the three runs, the saves of the second, and what the third began with."""
+    """Losses by step of the three runs, the saves of the second, and the initial state of the third."""
 
     uninterrupted: dict[int, float] = field(default_factory=dict)
     killed: dict[int, float] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Findings:
     inside: dict[str, Any] = field(default_factory=dict)
 
     def resume(self, url: str, state: str) -> None:
-        """The third run began with this checkpoint; ``state`` is the hash of what it then had."""
+        """The third run began with this checkpoint; ``state`` is the hash of its state then."""
         self.resumed_from = url
         self.restored_exactly = state == self.states[self.resumed_step]
 
@@ -35,12 +35,12 @@ class Findings:
         return int(self.resumed_from.rsplit("-", 1)[1])
 
     def difference(self, step: int) -> float:
-        """How far the resumed loss is from the uninterrupted one, relative to it."""
+        """Return the relative difference of the resumed and the uninterrupted loss."""
         return abs(self.resumed[step] - self.uninterrupted[step]) / self.uninterrupted[step]
 
     @property
     def largest_difference(self) -> float:
-        """Over all steps of the resumed run."""
+        """Return the greatest difference over all steps of the resumed run."""
         return max(map(self.difference, self.resumed))
 
     @property
@@ -50,12 +50,12 @@ class Findings:
 
     @property
     def rank_bytes(self) -> list[int]:
-        """What each rank wrote of the checkpoint that was resumed from."""
+        """Return the bytes that each rank wrote of the resumed checkpoint."""
         return next((save["rank_bytes"] for save in self.saves if save["url"] == self.resumed_from), [])
 
     @property
     def continues(self) -> bool:
-        """The verdict: the state is exact, and the losses differ by rounding only."""
+        """Whether the state is exact, and the losses differ only by rounding."""
         return self.restored_exactly and self.largest_difference < TOLERANCE
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Start the training under torchrun, follow what it reports, kill it."""
+"""Start the training under torchrun, follow its reports, kill it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class TrainingFailed(Exception):
-    """The training ended with an error; the message has the end of what its processes printed."""
+    """The training ended with an error. The message has the last output of its processes."""
 
 
 class Training:
@@ -41,7 +41,7 @@ class Training:
             )
 
     def events(self) -> Iterator[Event]:
-        """What rank 0 records, as it happens, until the training ends. Raises TrainingFailed if that is by an error."""
+        """Yield rank 0's records until the training ends. Raise TrainingFailed if it ends by an error."""
         read = 0
         while True:
             ended = self.process.poll() is not None
@@ -59,14 +59,14 @@ class Training:
             raise TrainingFailed(self._failure())
 
     def kill(self) -> None:
-        """End all workers at once, with a signal that no program can catch, as a lost machine would."""
+        """End all workers at once with SIGKILL, like a machine that fails."""
         for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def _failure(self) -> str:
-        """The end of the first rank's output that has a traceback, else of torchrun's own."""
+        """Return the last output of the first rank with a traceback, otherwise of torchrun."""
         ranks = sorted(self.logs.glob("ranks/**/stderr.log"))
         told = next((path for path in ranks if "Traceback" in path.read_text(errors="replace")), self.output)
         lines = told.read_text(errors="replace").splitlines()[-30:]

@@ -1,4 +1,4 @@
-"""A run of Lightning's Trainer that can be killed at any moment, and goes on where it was.
+"""A run of Lightning's Trainer that can be killed at any moment, and resumes from its newest checkpoint.
 
     python examples/lightning_run.py run                                    # kill it; start it again
     torchrun --nproc-per-node 2 examples/lightning_run.py s3://bucket/run   # FSDP2, on any number of processes
@@ -22,7 +22,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Model(LightningModule):  # type: ignore[misc]
-    """A small network, sharded where there are several processes."""
+    """A small network, sharded if there are several processes."""
 
     def __init__(self) -> None:
         super().__init__()

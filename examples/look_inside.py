@@ -1,4 +1,4 @@
-"""Look into a checkpoint with zarrckpt, plain zarr and xarray. No torch, no process group."""
+"""Read a checkpoint with zarrckpt, plain zarr and xarray, without torch and a process group."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHOWN = (
 
 
 def zarr_place(url: str) -> Any:
-    """Return what zarr and xarray open: a path as it is, a url through obstore.
+    """Return a store for zarr and xarray: a path unchanged, a url through obstore.
 
-    They open a url alone, too, through s3fs. It leaves its sessions open, and warns of that at exit.
+    They also open a url itself, through s3fs. It leaves its sessions open, and warns of that at exit.
     """
     if "://" not in url:
         return url
@@ -33,7 +33,7 @@ def zarr_place(url: str) -> Any:
 
 
 def look_inside(url: str) -> dict[str, Any]:
-    """Print what is in a checkpoint and who wrote it; returns the same for a program."""
+    """Print a checkpoint's contents and the ranks that wrote them. Return the same for a program."""
     checkpoint = zarrckpt.open(url)
     print(
         f"   zarrckpt.open: {len(checkpoint.tensors)} tensors, {len(checkpoint.non_tensors)} values, "

@@ -1,7 +1,7 @@
-"""A run that is killed in the middle of an epoch, and goes on with the next rows, bit for bit.
+"""A run that is killed in the middle of an epoch, and resumes with the next rows, bit for bit.
 
     python examples/resume_mid_epoch.py run --kill-after 17   # two batches after a step of the optimizer
-    python examples/resume_mid_epoch.py run                   # goes on; the lines are those of a run without the kill
+    python examples/resume_mid_epoch.py run                   # resumes; prints the lines of a run without the kill
     torchrun --nproc-per-node 2 examples/resume_mid_epoch.py s3://bucket/run
 
 Needs torchdata. Its StatefulDataLoader reads rows in two worker processes, and the optimizer takes a step after every
@@ -29,7 +29,7 @@ ACCUMULATE = 3
 
 
 class Progress:
-    """The epoch, as something with a state to save."""
+    """The epoch, as an object with a state to save."""
 
     epoch = 0
 
@@ -41,12 +41,12 @@ class Progress:
 
 
 def train(url: str, epochs: int = 2, kill_after: int | None = None) -> list[str]:
-    """Train to the end of the last epoch. Returns a line for each batch: its rows on this rank, and the loss."""
+    """Train to the end of the last epoch. Return a line for each batch: its rows on this rank, and the loss."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-    if dist.is_initialized():  # after the copy that AveragedModel makes: FSDP2 copies no sharded model
+    if dist.is_initialized():  # after AveragedModel has copied the model: FSDP2 cannot copy a sharded one
         fully_shard(average.module)
         fully_shard(model)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,8 +87,8 @@ def train(url: str, epochs: int = 2, kill_after: int | None = None) -> list[str]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="where the run's checkpoints are: a path, or s3://bucket/run")
-    parser.add_argument("--kill-after", type=int, help="kill this process after so many batches")
+    parser.add_argument("url", help="folder of the run's checkpoints: a path, or s3://bucket/run")
+    parser.add_argument("--kill-after", type=int, help="number of batches after which this process is killed")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

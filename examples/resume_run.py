@@ -1,10 +1,10 @@
-"""A training run that can be killed at any moment, and goes on where it was.
+"""A training run that can be killed at any moment, and resumes from its newest checkpoint.
 
     python examples/resume_run.py run                                    # end it by Ctrl-C or kill; start it again
     torchrun --nproc-per-node 2 examples/resume_run.py s3://bucket/run   # on any number of processes
 
 It saves every 20 steps, and keeps the two newest checkpoints and the best one. On SIGTERM or Ctrl-C, on any process,
-all of them save the same step and end. ``zarrckpt ls run`` shows what is there.
+all of them save the same step and end. ``zarrckpt ls run`` lists the checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def train(url: str, steps: int, seconds: float) -> None:
     first = manager.restore(state)
     say("begins" if first is None else f"goes on from step {first}")
     for step in range((first or 0) + 1, steps + 1):
-        # The batch follows from the step, so that a run that was interrupted sees what any other does.
+        # The batch depends only on the step, so an interrupted run has the same batches as any other.
         inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
         loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
         loss.backward()
@@ -60,9 +60,9 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="where the run's checkpoints are: a path, or s3://bucket/run")
+    parser.add_argument("url", help="folder of the run's checkpoints: a path, or s3://bucket/run")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=0.05, help="how long a step takes at least")
+    parser.add_argument("--seconds", type=float, default=0.05, help="minimum duration of a step")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""An S3 server on this machine, for trying things: moto, as a process of its own."""
+"""An S3 server on this machine for demonstrations: moto, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 @contextmanager
 def s3_server(bucket: str, output: Path) -> Iterator[dict[str, str]]:
-    """Run a server with one bucket; gives the ``AWS_*`` variables with which clients find it.
+    """Run a server with one bucket. Yield the ``AWS_*`` variables with which clients find it.
 
-    Raises SystemExit where moto is not installed or does not start.
+    Raises SystemExit if moto is not installed or does not start.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         raise SystemExit("--s3 needs a server to start: pip install 'moto[server]'")
@@ -38,7 +38,7 @@ def s3_server(bucket: str, output: Path) -> Iterator[dict[str, str]]:
             "AWS_SECRET_ACCESS_KEY": "demo",
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",
-            # Nothing of this may go through a proxy.
+            # No proxy for these requests.
             "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"])),
         }
     finally:

@@ -15,7 +15,7 @@ BYTES = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the number of heads follows from the projections, so they may be split by TP."""
+    """Causal self-attention. The projections' sizes define the number of heads, so TP may split them."""
 
     def __init__(self, width: int, head_width: int = 32) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Bytes in, the mean loss of predicting each next byte out."""
+    """Model that maps bytes to the mean loss of predicting each next byte."""
 
     def __init__(self, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TinyTransformer(nn.Module):
 
 
 def python_source(limit: int = 4_000_000) -> Tensor:
-    """The standard library's top-level modules one after the other: uint8, at most ``limit`` bytes."""
+    """Return the text of the standard library's top-level modules: uint8, at most ``limit`` bytes."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -83,9 +83,9 @@ def python_source(limit: int = 4_000_000) -> Tensor:
 class Batches:
     """The training data, one global batch after the other, with a position that is saved and restored.
 
-    Every rank draws the same global batch from the same random numbers and keeps its slice, so what is trained on
-    does not depend on the number of ranks. Python's RNG shifts the windows, torch's replaces some input bytes by
-    noise: after a resume, the batches are right only if the position and both RNGs are.
+    Every rank draws the same global batch from the same random numbers and keeps its slice, so the data does not depend
+    on the number of ranks. Python's RNG shifts the windows, torch's replaces some input bytes by noise: after a resume,
+    the batches are right only if the position and both RNGs are.
     """
 
     def __init__(self, text: Tensor, batch: int, length: int, part: int, parts: int) -> None:
@@ -96,9 +96,9 @@ class Batches:
         self.position = 0
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """This rank's inputs and targets: int64, (batch / parts, length)."""
+        """Return this rank's inputs and targets: int64, (batch / parts, length)."""
         windows = (len(self.text) - 1) // self.length - 1
-        # 7919 is a prime: neighbours in a batch come from different files.
+        # 7919 is a prime, so adjacent rows of a batch come from different files.
         order = [(self.position + i) * 7919 % windows for i in range(self.batch)]
         starts = [window * self.length + random.randrange(self.length) for window in order]
         rows = torch.stack([self.text[start : start + self.length + 1] for start in starts]).long()

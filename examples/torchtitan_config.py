@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_config --config llama3_8b \\
         --checkpoint.folder s3://bucket/run
 
-Started again, with the same command, it goes on from the newest checkpoint; ``zarrckpt ls s3://bucket/run`` shows what
-is there. torchtitan trains on accelerators.
+If it is started again with the same command, it resumes from the newest checkpoint. ``zarrckpt ls s3://bucket/run``
+lists the checkpoints. torchtitan trains on accelerators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def llama3_8b() -> Trainer.Config:
 
 
 def llama3_debugmodel() -> Trainer.Config:
-    """The smallest one, which trains within seconds."""
+    """Return the smallest configuration, which trains within seconds."""
     config = config_registry.llama3_debugmodel()
     config.checkpoint = ZarrCheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)
     return config

@@ -2,11 +2,11 @@
 
 The whole demonstration (add --s3, --tp 2 or --async):
     python examples/train_fsdp2.py
-Only train, with checkpoints; then go on from the latest one, on fewer processes:
+Only train, with checkpoints; then resume from the latest one, on fewer processes:
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --worker --checkpoints /tmp/run
     torchrun --nproc-per-node 2 examples/train_fsdp2.py --worker --checkpoints /tmp/run --resume --steps 40
 
-training.py is the part to copy from; demo.py is what drives it here, kills it and compares.
+training.py is the part to copy from. demo.py starts it here, kills it and compares.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def arguments() -> argparse.Namespace:
     size.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     worker = parser.add_argument_group("training alone")
     worker.add_argument("--worker", action="store_true", help="only train, as one of torchrun's processes")
-    worker.add_argument("--checkpoints", metavar="URL", help="where the checkpoints go, as URL/step-0005")
-    worker.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
+    worker.add_argument("--checkpoints", metavar="URL", help="folder of the checkpoints, URL/step-0005 and so on")
+    worker.add_argument("--resume", action="store_true", help="resume from the latest checkpoint, if there is one")
     worker.add_argument("--seed", type=int, default=0, help="for the first weights and batches (%(default)s)")
-    worker.add_argument("--records", help="append JSON records of what happens to this file")
+    worker.add_argument("--records", help="append JSON records of the training to this file")
     args = parser.parse_args()
     check(parser, args)
     return args
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a clear message where options do not fit together."""
+    """End with a clear message if options conflict."""
     if args.width % 32:
         parser.error(f"--width {args.width} is not a multiple of 32")
     if args.worker:
@@ -72,8 +72,8 @@ def main() -> int:
 
         train(args)
         sys.stdout.flush()
-        # Not by way of Python's shutdown: a thread of gloo may still hold the tensor of the last all-reduce, and the
-        # process aborts if it drops that while the interpreter goes away (torch 2.13). All saves are committed by now.
+        # Skips Python's shutdown: a thread of gloo may still hold the tensor of the last all-reduce, and the process
+        # aborts if the thread releases it during the shutdown (torch 2.13). All saves are committed by now.
         os._exit(0)
     missing = [name for name in ("zarrckpt", "torch", "xarray") if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""The training loop: what it takes to save with zarrckpt and to resume on another number of processes."""
+"""A training loop that saves with zarrckpt, and resumes on another number of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import zarrckpt
 
 
 class Rng:
-    """The global random number generators of torch and Python, as something with a state to save."""
+    """The global random number generators of torch and Python, as an object with a state to save."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -53,7 +53,7 @@ def _train(args: argparse.Namespace) -> None:
     batches = Batches(python_source(), args.batch, args.length, mesh["dp"].get_local_rank(), mesh["dp"].size())
     log = Log(args.records)
 
-    # Everything that a resumed run needs. What has a state_dict is saved through it and restored in place.
+    # Everything that a resumed run needs. Objects with a state_dict are saved through it and restored in place.
     state: dict[str, Any] = {
         "model": model,
         "optim": optimizer,
@@ -88,19 +88,19 @@ def _train(args: argparse.Namespace) -> None:
             else:
                 log.saved(zarrckpt.save(state, url))
         if saving and (saving.done() or step == args.steps):
-            log.saved(saving.result())  # raises here what went wrong in the background
+            log.saved(saving.result())  # raises the error of a failed background save
             saving = None
 
 
 def make_mesh(tp: int) -> DeviceMesh:
-    """All processes as a mesh of data-parallel ("dp") by tensor-parallel ("tp") ranks."""
+    """Return all processes as a mesh of data-parallel ("dp") by tensor-parallel ("tp") ranks."""
     if dist.get_world_size() % tp:
         raise SystemExit(f"--tp {tp} does not divide the number of processes, {dist.get_world_size()}")
     return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def sharded_model(args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
-    """The model: split by FSDP2 over ``mesh["dp"]``, its blocks by TP over ``mesh["tp"]``, too."""
+    """Return the model, split by FSDP2 over ``mesh["dp"]``, its blocks also by TP over ``mesh["tp"]``."""
     model = TinyTransformer(args.width, args.layers, args.length)
     for block in model.blocks:
         if mesh["tp"].size() > 1:
@@ -119,12 +119,12 @@ def sharded_model(args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Five steps of warm-up, then half a cosine."""
+    """Return the factor of the learning rate: five steps of warm-up, then half a cosine."""
     return min((step + 1) / 5, 0.5 + 0.5 * math.cos(math.pi * step / (steps + 1)))
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A hash over every bit of the gathered parameters and optimizer state: the same on every mesh."""
+    """Return a hash over every bit of the gathered parameters and optimizer state. It is equal on every mesh."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         tensors = {"": parameter, **optimizer.state[parameter]} if parameter in optimizer.state else {"": parameter}

@@ -1,4 +1,4 @@
-"""What a training run tells of itself: lines on stdout, and JSON records for a program that watches it."""
+"""The log of a training run: lines on stdout, and JSON records for a program that watches it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zarrckpt
 
 
 class Log:
-    """Rank 0 writes; the other ranks only take part in the collectives."""
+    """The log, which rank 0 writes. The other ranks only take part in the collectives."""
 
     def __init__(self, path: str | None) -> None:
         self.first = dist.get_rank() == 0
@@ -22,7 +22,7 @@ class Log:
         self.began = time.monotonic()
 
     def start(self, resumed_from: str | None, model: nn.Module, text: int, state: str) -> None:
-        """Training begins. ``text`` is the size of the data, ``state`` a hash of what it begins with. Collective."""
+        """Log the begin of training: the size of the data, and a hash of the initial state. Collective."""
         pids: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(pids, os.getpid())
         parameters = sum(p.numel() for p in model.parameters())
@@ -31,19 +31,19 @@ class Log:
         self._record("start", pids=pids, parameters=parameters, text=text, resumed_from=resumed_from, state=state)
 
     def step(self, step: int, loss: Tensor) -> None:
-        """One step is done; the loss is averaged over all ranks. Collective."""
+        """Log a step, with the loss averaged over all ranks. Collective."""
         mean = loss.detach().clone()
-        dist.all_reduce(mean)  # the ranks of one TP group hold the same loss: the average over all is still right
+        dist.all_reduce(mean)  # the ranks of one TP group have the same loss, so the average over all ranks is right
         value = mean.item() / dist.get_world_size()
         self._say(f"step {step:4d}   loss {value:.6f}   {time.monotonic() - self.began:6.1f} s")
         self._record("step", step=step, loss=value)
 
     def saving(self, step: int, state: str) -> None:
-        """A checkpoint of this step begins."""
+        """Log the begin of a save of this step."""
         self._record("saving", step=step, state=state)
 
     def saved(self, report: zarrckpt.SaveReport) -> None:
-        """A checkpoint is committed."""
+        """Log a committed checkpoint."""
         size = f"{report.nbytes / 1e6:.1f} MB in {report.objects} objects"
         self._say(f"saved {report.url}: {size}, {report.seconds:.2f} s")
         self._record(

@@ -1,11 +1,11 @@
-"""A small Llama that Hugging Face's Trainer trains, that can be killed at any moment, and goes on where it was.
+"""A training of a small Llama by Hugging Face's Trainer. It can be killed at any moment, and resumes.
 
     python examples/transformers_run.py run                                    # end it by Ctrl-C or kill; start again
     torchrun --nproc-per-node 2 examples/transformers_run.py s3://bucket/run   # on any number of processes
     python examples/transformers_run.py run --lora                             # adapters only; needs peft
 
-It saves every 20 steps, and keeps the newest checkpoint and the best one. On SIGTERM it saves, and ends. At its end the
-model or the adapters are written to ``folder``, for ``from_pretrained``.
+It saves every 20 steps, and keeps the newest checkpoint and the best one. On SIGTERM it saves, and ends. At its end it
+writes the model or the adapters to ``folder``, for ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train(url: str, steps: int, lora: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="where the run's checkpoints are: a path, or s3://bucket/run")
+    parser.add_argument("url", help="folder of the run's checkpoints: a path, or s3://bucket/run")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lora", action="store_true", help="train and save adapters only")
     options = parser.parse_args()

@@ -268,7 +268,7 @@ class Job:
         deadline = time.monotonic() + LONGEST_SECONDS
         while not self._board.all_at(place):
             if any(process.exitcode for process in self.processes):
-                raise Wrong("a rank failed that nobody killed")
+                raise Wrong("a rank failed without being killed")
             if time.monotonic() > deadline:
                 raise Wrong(f"hangs: {[self._board.place(rank).name for rank in range(RANKS)]}")
             time.sleep(0.0005)
@@ -638,9 +638,9 @@ class Campaign:
         reached = Place[kill.coordinator]
         allowed = {before} if reached < Place.COMMITS else {"new"} if reached > Place.COMMITS else {before, "new"}
         if kill.found not in allowed:
-            raise Wrong(f"the coordinator came to {reached.name}, expected {sorted(allowed)}: {kill}")
+            raise Wrong(f"the coordinator reached {reached.name}, expected {sorted(allowed)}: {kill}")
         if {*kill.returned} & {*kill.raised} or (kill.returned and kill.found != "new"):
-            raise Wrong(f"a report of what is not committed: {kill}")
+            raise Wrong(f"a report of a save that is not committed: {kill}")
         if aim is not None:
             survivors = tuple(rank for rank in range(RANKS) if rank != aim.victim)
             told = (survivors, ()) if aim.commits else ((), survivors)
@@ -650,14 +650,14 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300, help="how many at random moments")
+    parser.add_argument("--kills", type=int, default=300, help="number of kills at random moments")
     aims = 4 * len(AIMS)
-    parser.add_argument("--aimed", type=int, default=aims, help=f"how many with an aim; default: {aims}, all of them")
-    parser.add_argument("--url", action="append", help="where to save; default: a temporary folder, and an S3 server")
+    parser.add_argument("--aimed", type=int, default=aims, help=f"number of aimed kills; default: {aims}, all of them")
+    parser.add_argument("--url", action="append", help="url to save to; default: a temporary folder, and an S3 server")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--watched", type=float, default=Shares.watched, help="share of kills whose survivors are let")
-    parser.add_argument("--latency", type=float, default=0.002, help="of the S3 server, in seconds")
-    parser.add_argument("--json", help="a file for the result, all kills one by one")
+    parser.add_argument("--watched", type=float, default=Shares.watched, help="share of kills with watched survivors")
+    parser.add_argument("--latency", type=float, default=0.002, help="delay of the S3 server, in seconds")
+    parser.add_argument("--json", help="file for the result of every kill")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a process that has started OpenMP's threads cannot be forked
     for name in ("torch._dynamo", *(f"zarrckpt.{name}" for name in LATE)):

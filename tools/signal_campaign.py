@@ -239,7 +239,7 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--signals", type=int, default=300, help="so many in all (default 300)")
+    parser.add_argument("--signals", type=int, default=300, help="number of signals (default 300)")
     parser.add_argument("--episodes", type=int, default=10, help="signals of each job (default 10)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

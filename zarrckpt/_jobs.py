@@ -234,7 +234,7 @@ Progress = Callable[[int, int], None]
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
 
 
-class Tally:
+class ByteCounter:
     """Counts the bytes of jobs on many threads, and reports the progress."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:

@@ -84,7 +84,7 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
     ]
 
 
-def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_ls_of_a_run_shows_the_rule_that_keeps_each_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     keep = zarrckpt.Keep(newest=2, best=1, metric="val_loss", every_steps=3)
     manager = zarrckpt.CheckpointManager(folder, keep=keep, signals=(), background=False)
@@ -147,7 +147,7 @@ def test_info_and_the_report_name_the_run(tmp_path: Path) -> None:
     assert f'"{run_id}"' in page and "zarrckpt.run" not in page
 
 
-def test_piped_tables_have_a_header_where_one_is_asked_for(saved: Path, tmp_path: Path) -> None:
+def test_piped_tables_have_a_header_on_request(saved: Path, tmp_path: Path) -> None:
     zarrckpt.save({**STATE, "half": torch.zeros(1, 2)}, tmp_path / "two")
     (tmp_path / "two" / "half" / "c.0.0").unlink()
     commands: list[tuple[object, ...]] = [("ls", saved), ("stats", saved), ("diff", saved, saved, "--all")]
@@ -160,13 +160,13 @@ def test_piped_tables_have_a_header_where_one_is_asked_for(saved: Path, tmp_path
 @pytest.mark.parametrize(
     ("wrong", "right"), [("list", "ls"), ("dif", "diff"), ("copy", "cp"), ("delete", "rm"), ("inof", "info")]
 )
-def test_a_command_that_does_not_exist_suggests_one(wrong: str, right: str) -> None:
+def test_an_unknown_command_suggests_a_similar_one(wrong: str, right: str) -> None:
     found = run(wrong, "run/step-1")
     assert found.exit_code == 2 and wrong in found.stderr and f"Did you mean {right}?" in found.stderr
     assert "Did you mean" not in run("frobnicate").stderr
 
 
-def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_files_of_other_libraries_names_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.safetensors"
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     zarrckpt.to_safetensors(tmp_path / "one", file)
@@ -208,7 +208,7 @@ def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path) -> 
         assert "=True)" not in found.stderr and "storage_options" not in found.stderr
 
 
-def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     for name, number in (("one", 1), ("two", 2)):
         state = {"evil\x1b[2J": torch.full((2,), float(number)), "v\x1b[2J": number, f"{number}\x1b[2J": number}
         zarrckpt.save(state, tmp_path / name)
@@ -218,7 +218,7 @@ def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
         assert "\x1b" not in found.stdout + found.stderr and "x1b[2J" in found.stdout + found.stderr, command
 
 
-def test_tree_shows_what_was_nested(saved: Path) -> None:
+def test_tree_shows_nested_values(saved: Path) -> None:
     lines = run("tree", saved).stdout.splitlines()
     assert lines[1:4] == ["├── model  64 B", "│   ├── w  float32 (3, 4)  48 B", "│   └── b  float32 (4,)  16 B"]
     assert "├── model  2 entries  64 B" in run("tree", saved, "--depth", 1).stdout.splitlines()
@@ -242,7 +242,7 @@ def test_tree_splits_names_at_dots(tmp_path: Path) -> None:
     assert "│   ├── 0  2 entries  36 B" in run("tree", tmp_path / "one", "--depth", 2).stdout.splitlines()
 
 
-def test_info_says_what_it_is(saved: Path) -> None:
+def test_info_shows_sizes_step_and_layout(saved: Path) -> None:
     text = run("info", saved).stdout
     rows = dict(line.split(maxsplit=1) for line in text.splitlines() if not line.startswith(" "))
     assert rows["tensors"] == "3 with 18 elements, 68 B" and rows["step"] == "7"
@@ -258,7 +258,7 @@ def test_info_says_what_it_is(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_info_says_how_much_is_stored(compression: str | None, tmp_path: Path) -> None:
+def test_info_shows_stored_bytes(compression: str | None, tmp_path: Path) -> None:
     state = {"w": torch.zeros(700, 800), "half": torch.ones(90, 33).bfloat16(), "none": torch.ones(0, 3)}
     zarrckpt.save(
         state, tmp_path / "one", options=zarrckpt.SaveOptions(compression=compression, max_chunk_bytes=1 << 20)
@@ -289,7 +289,7 @@ def test_cat_shows_values_slices_and_corners(saved: Path) -> None:
     assert "96,003 characters more" in run("cat", saved, "blob").stdout
 
 
-def test_cat_shows_a_corner_of_what_is_large(tmp_path: Path) -> None:
+def test_cat_shows_the_corner_of_a_large_tensor(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.arange(4 * 3 * 9 * 8).reshape(4, 3, 9, 8)}, tmp_path / "one")
     text = run("cat", tmp_path / "one", "w").stdout
     assert "[:2, :2, :6, :6]" in text and "min 0  max 863" in text
@@ -314,7 +314,7 @@ def test_finite_complex_numbers_are_not_infinite(tmp_path: Path) -> None:
     assert numbers["a"]["max"] == pytest.approx(2**0.5 * 3e38) and numbers["b"]["max"] == np.finfo("f8").max
 
 
-def test_cat_takes_no_slice_of_a_value_and_no_unknown_option(saved: Path) -> None:
+def test_cat_refuses_slices_of_values_and_unknown_options(saved: Path) -> None:
     assert "SLICE" in run("cat", saved, "step", "0").stderr
     for word in ("--jsn", "-q"):
         found = run("cat", saved, "model.w", word)
@@ -338,7 +338,7 @@ def test_stats_finds_the_broken_tensor(saved: Path) -> None:
     assert run("stats", saved, "model.w").exit_code == 0
 
 
-def test_shares_are_whole_only_of_all_and_sorted_as_shown(tmp_path: Path) -> None:
+def test_a_share_is_100_percent_only_if_complete(tmp_path: Path) -> None:
     zeros = {"few": (3, 2), "most": (100_000, 99_999), "many": (10_000, 9_997), "all": (4, 4), "one": (100_000, 1)}
     state = {name: (torch.arange(size) >= part).float() for name, (size, part) in zeros.items()} | {
         "none": torch.ones(0)
@@ -375,7 +375,7 @@ def test_ls_shows_no_fraction_as_a_whole_number(tmp_path: Path) -> None:
     assert line.split("\t")[4:] == ["0.999999999", "1.0000001", "2", "0.123457", "1234567.5", "1e-300", "123456789"]
 
 
-def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
+def test_diff_lists_differences(saved: Path, tmp_path: Path) -> None:
     assert run("diff", saved, saved).exit_code == 0
     other = {**STATE, "model": {"w": STATE["model"]["w"] * 2, "c": torch.ones(1)}, "step": 8, "half": torch.ones(2)}  # type: ignore[index]
     zarrckpt.save(other, tmp_path / "two")
@@ -452,7 +452,9 @@ def test_diff_sorts_and_adds_up_groups(tmp_path: Path) -> None:
         (torch.ones(2), 7, "float32 (2,)", "value 7"),
     ],
 )
-def test_diff_shows_what_differs_in_a_value(one: Any, other: Any, here: str, there: str, tmp_path: Path) -> None:
+def test_diff_shows_the_first_difference_in_a_value(
+    one: Any, other: Any, here: str, there: str, tmp_path: Path
+) -> None:
     for name, value in (("one", one), ("two", other)):
         zarrckpt.save({"v": value}, tmp_path / name)
     found = run("diff", tmp_path / "one", tmp_path / "two")
@@ -490,7 +492,7 @@ def test_verify_names_the_damaged_object(saved: Path) -> None:
     assert [damage["key"] for damage in as_json("verify", saved)["damages"]] == ["model/w/c.0.0"]
 
 
-def test_doctor_says_what_to_run_and_recover_runs_it(saved: Path) -> None:
+def test_recover_fixes_the_problem_that_doctor_finds(saved: Path) -> None:
     assert run("doctor", saved).exit_code == 0
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
         zarrckpt.save(STATE, testing.FaultyStore(saved, testing.at(12, testing.STOP)), overwrite=True)
@@ -513,7 +515,7 @@ def test_rm_asks_and_deletes(saved: Path) -> None:
     assert found.exit_code == 3 and "Delete it?" not in found.output
 
 
-def test_an_error_at_one_folder_does_not_end_the_others(tmp_path: Path) -> None:
+def test_recover_and_rm_continue_after_an_error(tmp_path: Path) -> None:
     folder, names = tmp_path / "run", ("a", "b", "c", "d")
     for name in names:
         zarrckpt.save(STATE, folder / name)
@@ -544,7 +546,7 @@ def test_an_error_at_one_folder_does_not_end_the_others(tmp_path: Path) -> None:
     assert asked.exit_code == 3 and "notes.txt" in asked.stderr and sorted(os.listdir(folder)) == ["a", "c"]
 
 
-def test_doctor_does_not_take_a_damaged_checkpoint_for_leftovers(saved: Path) -> None:
+def test_doctor_distinguishes_damage_from_leftovers(saved: Path) -> None:
     root = saved / "zarr.json"
     root.write_bytes(root.read_bytes().replace(b"model", b"mudel", 1))
     found = as_json("doctor", saved)
@@ -552,7 +554,7 @@ def test_doctor_does_not_take_a_damaged_checkpoint_for_leftovers(saved: Path) ->
     assert "save " not in " ".join(found["findings"]).replace("save again", "")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_urls_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
     for command in (["rm", tmp_path, "--yes"], ["recover", tmp_path], ["ls", tmp_path], ["ls", tmp_path / "nothing"]):
         found = run(*command)
@@ -562,22 +564,22 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert run("ls", tmp_path, "-o", "half").exit_code == 2
 
 
-def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
+def test_wrong_names_and_urls_suggest_right_ones(saved: Path) -> None:
     assert "did you mean one of ['model.w', " in run("cat", saved, "model.W").stderr
     assert "did you mean 'model.w'?" in run("ls", saved, "del.w").stderr
     assert "'model'" in run("ls", saved, "modle").stderr
     found = run("cat", saved, "model")
     assert found.exit_code == 3 and "a group with 2 entries: model.w, model.b" in found.stderr
     found = run("ls", saved / "model")
-    said = f"inside the checkpoint {saved}: use that url: zarrckpt ls {saved} model"
-    assert found.exit_code == 3 and said in found.stderr
-    for unknown, said in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
-        assert said in run("ls", unknown).stderr
+    message = f"inside the checkpoint {saved}: use that url: zarrckpt ls {saved} model"
+    assert found.exit_code == 3 and message in found.stderr
+    for unknown, message in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
+        assert message in run("ls", unknown).stderr
     for command in ("tree", "doctor"):
         assert f"the newest is {saved}" in run(command, saved.parent).stderr
 
 
-def test_an_option_of_the_wrong_store_is_named_as_it_was_given(saved: Path) -> None:
+def test_an_option_of_the_wrong_store_is_named_as_typed(saved: Path) -> None:
     found = run("cp", saved, "s3://b/x", "-o", "endpoint_url=http://127.0.0.1:9")
     assert "has no --storage-option" in found.stderr and "-t for the second" in found.stderr
     for words in (["diff", saved, saved], ["cp", saved, saved.parent / "two"]):
@@ -585,7 +587,7 @@ def test_an_option_of_the_wrong_store_is_named_as_it_was_given(saved: Path) -> N
         assert found.exit_code == 3 and "has no --target-option" in found.stderr
 
 
-def test_a_copy_to_where_nothing_listens(saved: Path) -> None:
+def test_a_copy_to_an_unreachable_server_is_an_error(saved: Path) -> None:
     options = [f"endpoint_url=http://127.0.0.1:{free_port()}", "key=x", "secret=x", "region=us-east-1"]
     found = run("cp", saved, "s3://b/x", *(part for word in options for part in ("-t", word)))
     assert found.exit_code == 3 and "refuses connections" in found.stderr
@@ -615,7 +617,7 @@ def test_every_command_has_json(saved: Path, tmp_path: Path, monkeypatch: pytest
 PROGRAM = [sys.executable, "-m", "zarrckpt.cli"]
 
 
-def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
+def test_an_interrupt_ends_a_wait_for_a_server() -> None:
     """The main thread is inside the client then, and cannot handle signals there."""
     with socket.create_server(("127.0.0.1", port := free_port())) as server:
         options = [f"endpoint_url=http://127.0.0.1:{port}", "key=x", "secret=x", "region=us-east-1"]
@@ -627,14 +629,14 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
             assert connection.recv(4) == b"GET "
             command.send_signal(signal.SIGINT)
             try:
-                _, told = command.communicate(timeout=30)
+                _, message = command.communicate(timeout=30)
             finally:
                 command.kill()
                 connection.close()
-    assert command.returncode == 130 and told == "zarrckpt: interrupted\n"
+    assert command.returncode == 130 and message == "zarrckpt: interrupted\n"
 
 
-def test_an_interrupt_ends_a_question(saved: Path) -> None:
+def test_an_interrupt_at_a_prompt_ends_the_command(saved: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [*PROGRAM, "rm", saved], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -648,7 +650,7 @@ def test_an_interrupt_ends_a_question(saved: Path) -> None:
     assert zarrckpt.open(saved).verify()
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(saved: Path) -> None:
     for words in (["ls", saved], ["--help"]):
         with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
             assert command.stdout is not None and command.stderr is not None
@@ -670,7 +672,7 @@ ENCODINGS: list[tuple[dict[str, str], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("variables", "encoding", "lines"), ENCODINGS)
-def test_output_is_in_the_encoding_that_is_set(
+def test_output_uses_the_configured_encoding(
     variables: dict[str, str], encoding: str, lines: list[str], tmp_path: Path
 ) -> None:
     zarrckpt.save(NAMES, tmp_path / "ünï")
@@ -688,7 +690,7 @@ def test_output_is_in_the_encoding_that_is_set(
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "told"),
+    ("redirection", "status", "message"),
     [
         (">/dev/full", 3, "standard output failed: No space left"),
         ("1</dev/null", 3, "standard output failed: Bad file descriptor"),
@@ -698,19 +700,19 @@ def test_output_is_in_the_encoding_that_is_set(
         (">/dev/full 2>/dev/full", 3, ""),
     ],
 )
-def test_streams_that_take_no_output_change_no_status(redirection: str, status: int, told: str, saved: Path) -> None:
+def test_closed_streams_do_not_change_the_exit_code(redirection: str, status: int, message: str, saved: Path) -> None:
     """A result that cannot be written is an error. Messages that cannot be written are left out."""
     (saved / "half" / "c.0.0").unlink()
     found = subprocess.run(
         ["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "verify", saved], capture_output=True, text=True
     )
-    assert found.returncode == status and told in found.stderr and found.stderr.count("\n") <= 1
-    if told.startswith("standard"):
+    assert found.returncode == status and message in found.stderr and found.stderr.count("\n") <= 1
+    if message.startswith("standard"):
         helped = subprocess.run(["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "-h"], capture_output=True)
         assert helped.returncode == status and helped.stderr.count(b"\n") == 1
 
 
-def test_an_unexpected_error_has_a_status_of_its_own(saved: Path) -> None:
+def test_an_unexpected_error_has_its_own_exit_code(saved: Path) -> None:
     """Also for an error that is no Exception, such as panics of clients."""
     code = (
         "import sys, zarrckpt.cli, zarrckpt._ops.recover as module\n"
@@ -750,7 +752,7 @@ def test_tables_fit_narrow_terminals_and_need_no_colour(tmp_path: Path) -> None:
     assert on_a_terminal("ls", str(tmp_path / "one"), NO_COLOR="").startswith("\x1b[2mname")
 
 
-def test_integers_that_python_does_not_write(tmp_path: Path) -> None:
+def test_integers_beyond_pythons_digit_limit_are_shown(tmp_path: Path) -> None:
     url, other = str(tmp_path / "a"), str(tmp_path / "b")
     zarrckpt.save({"big": 10**5000, "in a list": [1, 10**5000]}, url)
     zarrckpt.save({"big": 10**5000 + 1, "in a list": [1, 10**5000]}, other)

@@ -91,7 +91,7 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(st.lists(st.lists(NUMBERS, min_size=1, max_size=20), min_size=1, max_size=6), st.sampled_from([3, 8, 64]))
-def test_a_histogram_of_parts_is_that_of_the_whole(parts: list[list[float]], most: int) -> None:
+def test_histograms_of_parts_add_up_to_that_of_the_whole(parts: list[list[float]], most: int) -> None:
     found: Histogram | None = None
     for part in parts:
         values = np.array(part)
@@ -141,7 +141,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def test_numbers_are_those_of_numpy(tmp_path: Path) -> None:
+def test_numbers_equal_numpys(tmp_path: Path) -> None:
     given = arrays()
     state = {name: torch.tensor(array) for name, array in given.items()}
     state["half"] = state["normal"].bfloat16()
@@ -197,7 +197,7 @@ def test_numbers_at_the_ends_of_doubles_make_a_page(tmp_path: Path) -> None:
     assert page.look("tiny")["histogram"] == [-1074, 0, [1, 1]]
 
 
-def test_the_bulk_is_shown_where_outliers_stretch_the_range(tmp_path: Path) -> None:
+def test_outliers_are_omitted_from_the_picture(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(0, 0.02, 200_000).astype("f4")
     values[:2] = 31, -12
     page = page_of({"w": torch.tensor(values), "even": torch.linspace(0, 1, 1000)}, tmp_path)
@@ -229,7 +229,7 @@ def test_nan_and_inf_are_counted_by_chunk(tmp_path: Path) -> None:
     assert "broken" not in page.look("a")
 
 
-def test_the_page_says_which_rank_wrote_which_chunk(tmp_path: Path) -> None:
+def test_the_page_shows_the_rank_that_wrote_each_chunk(tmp_path: Path) -> None:
     with zipfile.ZipFile(GOLDEN / "ranks.zip") as archive:
         archive.extractall(tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
@@ -351,7 +351,7 @@ def test_names_and_values_are_never_markup(tmp_path: Path) -> None:
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
+def test_the_page_loads_no_other_resource(tmp_path: Path) -> None:
     page = page_of({"w": torch.ones(3), "link": "no link"}, tmp_path)
     code = page.texts["script"]
     assert set(re.findall(r"https?://[^'\"\s]+", page.text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
@@ -366,7 +366,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
         assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
 
 
-def test_blobs_are_not_read_and_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_blobs_are_neither_read_nor_unpickled(tmp_path: Path) -> None:
     with pytest.warns(UserWarning):
         zarrckpt.save({"w": torch.ones(3), "blob": b"x" * 70000, "odd": slice(1, 2)}, tmp_path / "one")
     for name in ("blob", "odd"):
@@ -402,7 +402,7 @@ def test_without_values_no_tensor_is_read(tmp_path: Path) -> None:
     assert both.entries["step"]["changed"]
 
 
-def test_damage_ends_it_and_leaves_the_old_page(tmp_path: Path) -> None:
+def test_damage_is_an_error_and_keeps_the_old_page(tmp_path: Path) -> None:
     page_of({"w": torch.ones(3)}, tmp_path)
     before = (tmp_path / "page.html").read_bytes()
     chunk = tmp_path / "one" / "w" / "c.0"
@@ -448,13 +448,13 @@ def test_the_command_writes_a_page(saved: Path, tmp_path: Path, monkeypatch: pyt
     parts = run(
         saved, saved, "-o", "part.html", "--include", "model", "--include", "step", "--exclude", "*.b", "--json"
     )
-    told = json.loads(parts.stdout)
-    assert (told["path"], told["tensors"], told["broken"]) == (str(tmp_path / "part.html"), 1, [])
+    message = json.loads(parts.stdout)
+    assert (message["path"], message["tensors"], message["broken"]) == (str(tmp_path / "part.html"), 1, [])
     page = Page(tmp_path / "part.html")
     assert set(page.tensors) == {"model.w"} and set(page.entries) == {"step"} and page.data["sides"][0]["part"]
 
 
-def test_a_page_that_is_there_is_kept(saved: Path, tmp_path: Path) -> None:
+def test_an_existing_page_is_kept(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     target.write_text("mine")
     found = run(saved, "-o", target)
@@ -465,7 +465,7 @@ def test_a_page_that_is_there_is_kept(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["{saved}", "-o", "{tmp}/nowhere/page.html"], 3, "no folder"),
         (["{saved}", "-o", "{tmp}"], 3, "is a folder"),
@@ -479,10 +479,10 @@ def test_a_page_that_is_there_is_kept(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_is_named_and_nothing_is_written(
-    saved: Path, tmp_path: Path, arguments: list[str], code: int, told: str
+    saved: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     found = run(*(argument.format(saved=saved, tmp=tmp_path) for argument in arguments))
-    assert found.exit_code == code and told in found.stderr
+    assert found.exit_code == code and message in found.stderr
     assert not [*tmp_path.glob("*.html*")]
 
 

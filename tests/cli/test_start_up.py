@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_what_is_not_used_is_not_imported(step: str, url: str) -> None:
+def test_unused_libraries_are_not_imported(step: str, url: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(step=step), url, str(Path(url).parent)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -291,7 +291,7 @@ def test_a_crash_at_every_system_call(name: str, tmp_path: Path, monkeypatch: py
     assert in_order == sorted(in_order, key=lambda value: value == case.after)
 
 
-def test_writes_that_take_less_than_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(str(tmp_path / "one"))
     _on(Disk(short=True), lambda place: place.save(1), place, monkeypatch)
     _on(Disk(short=True), lambda place: place.save(2, overwrite=True), place, monkeypatch)
@@ -349,7 +349,9 @@ class Durable:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_synced_when(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_in_the_documented_order(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in ``docs/explanation/commit.md``: a power cut at any time leaves a whole checkpoint."""
     place = Place(str(tmp_path / "new" / "folder" / "one"))
     if overwrite:
@@ -379,7 +381,7 @@ def test_what_is_synced_when(overwrite: bool, tmp_path: Path, monkeypatch: pytes
     assert order.is_named(ROOT, gone[0] if gone else len(disk.events))
 
 
-def test_nothing_is_synced_where_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_durable_chunks_are_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, disk = Place(str(tmp_path / "one"), durable=False), Disk()
     _on(disk, lambda place: place.save(2), place, monkeypatch)
     synced = {os.path.relpath(event.path, tmp_path) for event in disk.events if event.verb == "fsync"}

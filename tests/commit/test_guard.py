@@ -72,7 +72,7 @@ def test_a_second_save_is_refused_before_data_moves(tmp_path: Path) -> None:
     assert _holds(url, 3) and zarrckpt.open(url).info.tree.startswith("@")
 
 
-def test_the_guard_on_s3(moto_bucket: S3Place) -> None:
+def test_one_of_two_saves_to_s3_commits(moto_bucket: S3Place) -> None:
     url, options = moto_bucket.url("run/one"), {"storage_options": moto_bucket.storage_options}
     run_ranks(_save, url, 1.0, env=moto_bucket.environment, world_size=2)
 
@@ -90,7 +90,7 @@ def test_the_guard_on_s3(moto_bucket: S3Place) -> None:
     assert not before.keys() & {key for key in objects() if key.startswith("run/one/w/")}
 
 
-def test_overwriting_switches_at_once(tmp_path: Path) -> None:
+def test_overwriting_switches_in_one_step(tmp_path: Path) -> None:
     url = tmp_path / "one"
     zarrckpt.save(_state(1), url)
     seen = []
@@ -144,7 +144,7 @@ class OverwritingPlanner(DefaultLoadPlanner):
         return super().finish_plan(new_plan)
 
 
-def test_a_reader_of_a_replaced_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_reader_of_a_replaced_checkpoint_gets_an_error(tmp_path: Path) -> None:
     url = tmp_path / "one"
     zarrckpt.save(_state(1), url)
     old = zarrckpt.open(url)
@@ -357,7 +357,7 @@ def _die_before_the_commit(url: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["everyone", "one rank", "the coordinator at the end"])
-def test_processes_that_die_leave_nothing_that_opens(who: str, tmp_path: Path) -> None:
+def test_killed_processes_leave_no_checkpoint_that_opens(who: str, tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     with pytest.raises(RankError, match="the process died"):
         if who == "the coordinator at the end":
@@ -435,7 +435,7 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("backend", ["storage_options", "fsspec_options"])
-def test_names_of_empty_folders_are_nothing(backend: str, moto_bucket: S3Place) -> None:
+def test_objects_for_empty_folders_are_ignored(backend: str, moto_bucket: S3Place) -> None:
     """S3's consoles put an object of no bytes, whose name ends in "/", for each folder."""
     options = {"storage_options": getattr(moto_bucket, backend)}
     run, url = moto_bucket.url("run"), moto_bucket.url("run/step-1")

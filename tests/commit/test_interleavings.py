@@ -23,7 +23,7 @@ def _reversed(jobs: list[Any]) -> list[Any]:
     return jobs[::-1]
 
 
-def test_two_saves_over_nothing_in_every_interleaving() -> None:
+def test_two_first_saves_in_every_interleaving() -> None:
     """Also of the requests that a save makes at the same time, in either order."""
     for order in (list, _reversed):
         found = explore([Save(1), Save(2)], {}, order=order)
@@ -31,14 +31,14 @@ def test_two_saves_over_nothing_in_every_interleaving() -> None:
         assert found.outcomes == {("won", "lost"), ("lost", "won"), ("won", "won")}
 
 
-def test_two_saves_over_a_committed_one_in_every_interleaving() -> None:
+def test_two_overwrites_in_every_interleaving() -> None:
     found = explore([Save(1), Save(2)], committed_first())
     assert found.complete and found.states > 20_000 and found.ends > 500
     assert found.outcomes == {("won", "lost"), ("lost", "won"), ("won", "won")}
 
 
 @pytest.mark.parametrize("over", ["nothing", "a committed save"])
-def test_three_saves(over: str) -> None:
+def test_three_saves_in_many_interleavings(over: str) -> None:
     base = {} if over == "nothing" else committed_first()
     found = explore([Save(1), Save(2), Save(3)], base, interruptions=1, order=_reversed)
     assert found.complete and found.states > 3_000
@@ -46,7 +46,7 @@ def test_three_saves(over: str) -> None:
 
 
 @pytest.mark.parametrize("over", ["nothing", "a committed save"])
-def test_two_saves_whose_requests_fail_get_lost_and_come_again(over: str) -> None:
+def test_two_saves_with_failed_lost_and_repeated_requests(over: str) -> None:
     base, faults = {}, Faults(lost_answers=1, repeated_deletes=1, failures=1)
     if over != "nothing":
         base, faults = committed_first(), Faults(failures=1)
@@ -55,14 +55,14 @@ def test_two_saves_whose_requests_fail_get_lost_and_come_again(over: str) -> Non
     assert {("failed", "won"), ("won", "failed")} <= found.outcomes
 
 
-def test_chunks_that_arrive_once_more_whenever() -> None:
+def test_puts_of_chunks_may_arrive_again_at_any_time() -> None:
     # An object that arrives after its save's marker is gone can only be removed by hand. So no next save is tried.
     faults = Faults(repeated_puts=1)
     found = explore([Save(1), Save(2)], committed_first(), interruptions=1, faults=faults, sampled=0)
     assert found.complete and found.states > 3_000
 
 
-def test_readers_of_what_is_being_replaced() -> None:
+def test_readers_during_an_overwrite() -> None:
     found = explore([Save(1)], committed_first(), readers=2, quiet=nothing_quiet)
     ends = {end for outcome in found.outcomes for end in outcome[1:]}
     assert found.complete and ends == {"read 0", "read 1", "replaced"}
@@ -71,7 +71,7 @@ def test_readers_of_what_is_being_replaced() -> None:
     assert found.complete and ends == {"read 0", "read 1", "read 2", "replaced"}
 
 
-def test_whole_saves_by_chance() -> None:
+def test_whole_saves_in_random_schedules() -> None:
     played = play_many(range(200))
     assert played.schedules == 200 and played.operations > 10_000
     assert {"won", "lost", "dead", "failed", "nothing", "replaced", "read 0"} <= played.ends.keys()

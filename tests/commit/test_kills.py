@@ -34,7 +34,7 @@ def test_killed_saves_leave_the_old_or_the_new_checkpoint_or_none(tmp_path: Path
     assert {kill["url"].partition(":")[0] == "s3" for kill in report["kills"]} == {False, True}
 
 
-def test_a_marker_that_was_being_written_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_the_next_save_removes_an_unfinished_marker(tmp_path: Path) -> None:
     """No document names the folder of an attempt that has no marker yet."""
     url = tmp_path / "one"
     zarrckpt.save({"w": torch.ones(3)}, url)
@@ -47,7 +47,7 @@ def test_a_marker_that_was_being_written_goes_with_the_next_save(tmp_path: Path)
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
-def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stopped: bool, tmp_path: Path) -> None:
+def test_recover_removes_temporary_files_of_a_dead_save(first: bool, stopped: bool, tmp_path: Path) -> None:
     """No listing shows such a file, nor folders with nothing else in them."""
     url = tmp_path / "one"
     if not first:

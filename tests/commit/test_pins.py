@@ -27,7 +27,7 @@ def objects(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_pinned_checkpoint_is_neither_removed_nor_replaced(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     before = objects(tmp_path / "a")
     one, other = zarrckpt.pin(tmp_path / "a", "evaluation of run 7"), zarrckpt.pin(tmp_path / "a")
@@ -66,7 +66,7 @@ def test_in_an_object_store(s3_stub: S3Stub) -> None:
     assert zarrckpt.remove(url, storage_options=options) > 0
 
 
-def test_wrong_use(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.pin(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
@@ -79,7 +79,7 @@ def test_wrong_use(tmp_path: Path) -> None:
     assert zarrckpt.open(tmp_path / "a").verify() and zarrckpt.remove(tmp_path / "a") > 0
 
 
-def test_a_damaged_pin_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_pin_still_protects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     pin_id = zarrckpt.pin(tmp_path / "a", "who")
     (tmp_path / "a" / f"{PINS}{pin_id}/zarr.json").write_bytes(b"{}")
@@ -91,7 +91,7 @@ def test_a_damaged_pin_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(f"pinned: 'a damaged pin' .*{pin_id}.*pinned: 'who else'", capsys.readouterr().out, re.DOTALL)
 
 
-def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> None:
+def test_recover_does_not_finish_the_removal_of_a_pinned_checkpoint(tmp_path: Path) -> None:
     """``recover`` does not finish it, and cancels it if no other process is at work."""
 
     def crash(call: Call) -> Fault | None:
@@ -169,7 +169,7 @@ OTHERS: dict[str, tuple[list[Any], int | None]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_of_two_one_sees_the_other(name: str) -> None:
+def test_a_pinned_checkpoint_exists_in_every_interleaving(name: str) -> None:
     """A pin and others, in every order of their requests: a pinned checkpoint exists."""
     judge = Judge()
     with one_thread():

@@ -51,7 +51,7 @@ def test_a_removed_checkpoint_leaves_no_folder(tmp_path: Path) -> None:
     assert zarrckpt.latest(tmp_path / "run") is None
 
 
-def test_a_folder_stays_that_is_a_link_or_holds_something(tmp_path: Path) -> None:
+def test_links_and_folders_with_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     zarrckpt.save(STATE, tmp_path / "link")
@@ -63,7 +63,7 @@ def test_a_folder_stays_that_is_a_link_or_holds_something(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore:.* best effort:UserWarning")
 @pytest.mark.parametrize("folder", ["", "w", "@zarrckpt/inner"])
 @pytest.mark.parametrize("backend", ["local", "fsspec"])
-def test_files_that_nfs_keeps_and_empty_folders_are_nothing(backend: str, folder: str, tmp_path: Path) -> None:
+def test_hidden_files_of_nfs_and_empty_folders_are_ignored(backend: str, folder: str, tmp_path: Path) -> None:
     """If a removed file is open, an NFS client renames it until it is closed."""
     run = tmp_path / "run"
     url, options = run / "step-1", {"storage_options": {"backend": "fsspec"} if backend == "fsspec" else None}
@@ -89,7 +89,7 @@ def test_files_that_nfs_keeps_and_empty_folders_are_nothing(backend: str, folder
     assert url.exists() == (backend == "fsspec")
 
 
-def test_an_export_to_dcp_replaces_what_nfs_keeps(tmp_path: Path) -> None:
+def test_an_export_to_dcp_ignores_hidden_files_of_nfs(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     (tmp_path / "dcp" / "empty").mkdir(parents=True)
     (tmp_path / "dcp" / ".nfs000000000123abcd00000001").write_text("still open")
@@ -99,7 +99,7 @@ def test_an_export_to_dcp_replaces_what_nfs_keeps(tmp_path: Path) -> None:
     assert (tmp_path / "dcp" / ".metadata").exists()
 
 
-def test_a_mount_stays(small_disk: Path) -> None:
+def test_a_mount_point_stays(small_disk: Path) -> None:
     zarrckpt.save(STATE, small_disk)
     zarrckpt.remove(small_disk)
     assert os.path.ismount(small_disk) and all_files(small_disk) == (set(), set())
@@ -108,7 +108,7 @@ def test_a_mount_stays(small_disk: Path) -> None:
 # -- readers
 
 
-def test_who_holds_a_removed_checkpoint_is_told(tmp_path: Path) -> None:
+def test_readers_of_a_removed_checkpoint_get_an_error(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     ckpt, other = zarrckpt.open(tmp_path / "a"), zarrckpt.open(tmp_path / "a")
     array = other["w"]
@@ -129,7 +129,7 @@ def test_who_holds_a_removed_checkpoint_is_told(tmp_path: Path) -> None:
         zarrckpt.open(tmp_path / "a")
 
 
-def test_a_root_that_is_lost_is_damage_and_no_removal(tmp_path: Path) -> None:
+def test_a_lost_root_is_damage_not_a_removal(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     ckpt = zarrckpt.open(tmp_path / "a")
     (tmp_path / "a" / "zarr.json").unlink()
@@ -143,7 +143,7 @@ def test_a_root_that_is_lost_is_damage_and_no_removal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finish", [zarrckpt.recover, zarrckpt.remove])
-def test_what_a_broken_removal_says_and_who_finishes_it(finish: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_interrupted_removal_is_named_and_can_be_finished(finish: Callable[..., Any], tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     ckpt = zarrckpt.open(tmp_path / "a")
     crash_after("delete", "zarr.json", tmp_path / "a")
@@ -163,7 +163,7 @@ def test_what_a_broken_removal_says_and_who_finishes_it(finish: Callable[..., An
     assert zarrckpt.open(tmp_path / "a").info.tree == ""
 
 
-def test_a_removal_that_was_only_recorded_is_finished_by_recover(tmp_path: Path) -> None:
+def test_recover_finishes_a_recorded_removal(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
     crash_after("create", RECORD, tmp_path / "a")
     assert zarrckpt.open(tmp_path / "a").verify()
@@ -186,7 +186,7 @@ def test_a_root_that_cannot_be_deleted_leaves_the_checkpoint(tmp_path: Path) -> 
     assert zarrckpt.open(tmp_path / "a").verify()
 
 
-def test_a_root_whose_deletion_got_no_answer_can_be_finished(tmp_path: Path) -> None:
+def test_a_root_deletion_without_an_answer_can_be_repeated(tmp_path: Path) -> None:
     def rule(call: Call) -> Fault | None:
         return FAIL_AFTER if call.verb == "delete" and call.key == "zarr.json" else None
 
@@ -197,7 +197,7 @@ def test_a_root_whose_deletion_got_no_answer_can_be_finished(tmp_path: Path) -> 
     assert not (tmp_path / "a").exists()
 
 
-def test_a_store_that_takes_deletions_only(tmp_path: Path) -> None:
+def test_a_store_without_puts_still_removes(tmp_path: Path) -> None:
     """A server whose quota is used up: a removal frees space."""
     zarrckpt.save(STATE, tmp_path / "a")
     fails = FaultyStore(tmp_path / "a", lambda call: FAIL if call.verb in ("put", "create", "replace") else None)
@@ -208,7 +208,7 @@ def test_a_store_that_takes_deletions_only(tmp_path: Path) -> None:
 # -- at the same time as others
 
 
-def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Path) -> None:
+def test_a_removal_stops_if_another_one_has_finished(tmp_path: Path) -> None:
     """``recover`` continues a running removal, and waits. The removal ends, and the next save begins and commits."""
     number = 0
     while True:
@@ -232,7 +232,7 @@ def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Pat
     assert number > 20
 
 
-def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path) -> None:
+def test_a_save_that_continues_after_a_removal(tmp_path: Path) -> None:
     """That is against the rules. Still, no later save finds its objects."""
     removed: list[int] = []
 
@@ -255,7 +255,7 @@ def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path)
     assert zarrckpt.open(tmp_path / "a").verify()
 
 
-def test_a_marker_that_comes_after_a_removal_names_nothing_of_a_later_save(tmp_path: Path) -> None:
+def test_a_late_marker_names_no_object_of_a_later_save(tmp_path: Path) -> None:
     removed: list[int] = []
 
     def fail(call: Call) -> Fault | None:
@@ -280,7 +280,7 @@ def test_a_marker_that_comes_after_a_removal_names_nothing_of_a_later_save(tmp_p
 
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("at", range(8))
-def test_recover_leaves_what_was_committed_or_begun_meanwhile(over: bool, at: int, tmp_path: Path) -> None:
+def test_recover_keeps_concurrent_saves(over: bool, at: int, tmp_path: Path) -> None:
     """While it reads, one save commits. The next one begins, and continues when ``recover`` has ended."""
     url, asked = tmp_path / "a", 0
     if over:
@@ -380,7 +380,7 @@ def test_removals_and_readers_in_every_interleaving(codes: tuple[Callable[[Store
     assert {end for ends in found.outcomes for end in ends} >= {"removed"}
 
 
-def test_a_removal_of_a_crashed_save(tmp_path: Path) -> None:
+def test_remove_deletes_a_crashed_save(tmp_path: Path) -> None:
     def rule(call: Call) -> Fault | None:
         return STOP if call.verb == "create" and call.key == "zarr.json" else None
 

@@ -46,7 +46,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Pla
 # -- inside a checkpoint
 
 
-def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Callable[[str], Place]) -> None:
+def test_a_save_inside_a_checkpoint_is_refused_before_a_put(place: Callable[[str], Place]) -> None:
     outer = place("run/out")
     zarrckpt.save(STATE, **outer.options)
     before = outer.keys()
@@ -65,20 +65,20 @@ def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Cal
     zarrckpt.save(STATE, **place("run/out/best").options)
 
 
-def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str], Place]) -> None:
+def test_a_path_inside_a_checkpoint_names_it_and_the_part(place: Callable[[str], Place]) -> None:
     outer = place("run/out")
     for _ in range(2):
         # The second time the arrays are below "@...".
         zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
         tree = zarrckpt.open(**outer.options).info.tree
         for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
-            said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
+            message = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
             for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
-                with pytest.raises(zarrckpt.CheckpointError, match=said):
+                with pytest.raises(zarrckpt.CheckpointError, match=message):
                     read(**place(f"run/out/{tree}/{inner}".replace("//", "/")).options)
 
 
-def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place]) -> None:
+def test_a_save_to_the_folder_of_a_run_is_refused(place: Callable[[str], Place]) -> None:
     """It does not commit: the run continues, and becomes a plain folder again."""
     folder, steps = place("run"), [place(f"run/step-{number}") for number in (1, 2)]
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
@@ -96,7 +96,7 @@ def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place])
     assert {key.partition("/")[0] for key in folder.objects()} == {"step-1", "step-2"}
 
 
-def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> None:
+def test_a_save_below_an_unfinished_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
         zarrckpt.save(STATE, FaultyStore(tmp_path / "run", at(9, STOP)))
     for inner in ("model", "model/best"):
@@ -106,7 +106,7 @@ def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> No
     zarrckpt.save(STATE, tmp_path / "run" / "model")
 
 
-def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_clean_up_keeps_a_checkpoint_below_one_of_its_keys(tmp_path: Path) -> None:
     """Both saves began at the same moment. A group's document has the name of the other one's root."""
     outer, inner = tmp_path / "run", tmp_path / "run" / "model"
 
@@ -121,7 +121,7 @@ def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) 
     assert zarrckpt.open(inner).verify()
 
 
-def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path) -> None:
+def test_an_unreadable_parent_folder_does_not_fail_a_save(tmp_path: Path) -> None:
     def rule(call: Call) -> Fault | None:
         return FAIL if call.key.startswith("../") else None
 
@@ -131,7 +131,7 @@ def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path
     assert zarrckpt.open(tmp_path / "run" / "step-1")["step"] == 7
 
 
-def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
+def test_a_checkpoint_may_be_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
     store = zarr.storage.MemoryStore()
     for options in ({"url": store}, {"url": moto_bucket.url(), "storage_options": moto_bucket.storage_options}):
         zarrckpt.save(STATE, **options)
@@ -142,7 +142,7 @@ def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
         zarrckpt.save(STATE, moto_bucket.url("run"), storage_options=moto_bucket.storage_options)
 
 
-def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_nested_checkpoints_names_the_next_step(tmp_path: Path) -> None:
     """Moved folders, or saves before that was refused, create such checkpoints."""
     outer, inner = tmp_path / "out", tmp_path / "out" / "best"
     zarrckpt.save(STATE, outer)
@@ -168,7 +168,7 @@ def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) ->
 # -- a folder of checkpoints
 
 
-def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) -> None:
+def test_a_folder_of_checkpoints_is_named_in_errors(place: Callable[[str], Place]) -> None:
     run_, newest = place("runs/one"), place("runs/one/step-10")
     for step in (10, 9):
         zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options)
@@ -191,7 +191,7 @@ def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) 
             assert found.exit_code == 3 and f"the newest is {newest.url}" in found.stderr
 
 
-def test_a_file_beside_checkpoints_changes_nothing(tmp_path: Path) -> None:
+def test_files_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "step-1")
     (tmp_path / "config.yaml").write_text("lr: 1")
     with pytest.raises(zarrckpt.ForeignObjectsError, match=r"folder of \d checkpoints?.*step-1"):
@@ -265,7 +265,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*was skipped:UserWarning")
-def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folders_hide_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "run"
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
         zarrckpt.save(STATE, FaultyStore(runs, at(9, STOP)))
@@ -322,7 +322,7 @@ def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("how", ["forbidden", "a link to a disk that is missing"])
-def test_a_newest_one_that_cannot_be_read_is_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_newest_checkpoint_is_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, last = tmp_path / "run", tmp_path / "run" / "step-00000003"
     with zarrckpt.CheckpointManager(runs, signals=()) as job:
         job.restore(dict(STATE))
@@ -352,7 +352,7 @@ def test_a_newest_one_that_cannot_be_read_is_named(how: str, tmp_path: Path, mon
     assert zarrckpt.latest(runs) == str(last)
 
 
-def test_none_is_the_answer_only_if_none_can_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_returns_none_only_if_no_checkpoint_can_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lost+found", ".Trash-0", "final"):
         (tmp_path / name).mkdir()
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="Trash-0"):
@@ -368,7 +368,7 @@ def test_none_is_the_answer_only_if_none_can_be_there(tmp_path: Path, monkeypatc
 # -- recover
 
 
-def test_recover_takes_a_folder_of_checkpoints(place: Callable[[str], Place], tmp_path: Path) -> None:
+def test_recover_accepts_a_folder_of_checkpoints(place: Callable[[str], Place], tmp_path: Path) -> None:
     for step in (1, 2, 3):
         zarrckpt.save({**STATE, "step": step}, **place(f"run/step-{step}").options)
 
@@ -389,7 +389,7 @@ def test_recover_takes_a_folder_of_checkpoints(place: Callable[[str], Place], tm
         assert not [key for key in keys if key.startswith("@") and not key.startswith("@zarrckpt/")]
 
 
-def test_recover_goes_on_where_one_of_them_is_damaged(tmp_path: Path) -> None:
+def test_recover_continues_after_a_damaged_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         zarrckpt.save(STATE, tmp_path / f"step-{step}")
     (tmp_path / "step-1" / "zarr.json").write_text("{")

@@ -43,7 +43,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**found, "c.large": torch.randn(900, 700)}
 
 
-def test_every_dtype_goes_there_and_back(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_every_dtype_round_trips_through_safetensors(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     zarrckpt.save(
         {"model": tensors, "step": 3}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 19)
     )
@@ -77,7 +77,7 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
     assert zarrckpt.diff(ckpt, zarrckpt.open(tmp_path / "two"))
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
+def test_existing_targets_are_kept(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
     zarrckpt.to_safetensors(ckpt, tmp_path / "out", "w")
@@ -96,7 +96,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         ({"a": {"w": torch.ones(1)}, "w": torch.ones(1)}, "a"),
     ],
 )
-def test_values_that_safetensors_cannot_hold_are_refused_before_a_write(
+def test_values_unsupported_by_safetensors_are_refused_before_a_write(
     tmp_path: Path, state: dict[str, Any], strip: str
 ) -> None:
     zarrckpt.save(state, tmp_path / "one")
@@ -109,7 +109,7 @@ WAYS_OUT = {"to_safetensors": "x.safetensors", "to_torch_save": "x.pt", "to_dcp"
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_out_of_a_bucket_and_into_it(
+def test_exports_and_imports_on_s3(
     tmp_path: Path, moto_bucket: S3Place, tensors: dict[str, torch.Tensor], compression: Any
 ) -> None:
     tensors = {name: tensors[name] for name in ("a.bfloat16", "c.empty", "c.scalar", "c.large")}
@@ -128,7 +128,7 @@ def test_out_of_a_bucket_and_into_it(
         assert zarrckpt.diff(moto_bucket.url("one"), moto_bucket.url(name), **options)
 
 
-def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
+def test_casts_to_safetensors_keep_counters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     big = torch.randn(900, 70)
     state = {"w": big, "half": torch.randn(5).half(), "n": torch.arange(3), "step": torch.tensor(257.0)}
@@ -147,7 +147,7 @@ def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", WAYS_OUT)
-def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_path: Path, method: str) -> None:
+def test_an_interrupted_export_leaves_no_file_and_can_be_repeated(tmp_path: Path, method: str) -> None:
     zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 14))
     export, target = partial(getattr(zarrckpt, method), tmp_path / "one"), tmp_path / WAYS_OUT[method]
 
@@ -167,7 +167,7 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
 
 
 @pytest.mark.parametrize("method", [*WAYS_OUT, "report"])
-def test_exports_leave_alone_what_is_beside_their_target(tmp_path: Path, method: str) -> None:
+def test_exports_keep_files_beside_their_target(tmp_path: Path, method: str) -> None:
     """A user's own file of another name, and links that were planted to get a file elsewhere overwritten."""
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     export = partial(getattr(zarrckpt, method), tmp_path / "one")
@@ -187,7 +187,7 @@ def test_exports_leave_alone_what_is_beside_their_target(tmp_path: Path, method:
 
 
 @pytest.mark.parametrize(("method", "name"), [*WAYS_OUT.items(), ("to_safetensors", "folder")])
-def test_of_two_exports_to_one_target_one_wins(tmp_path: Path, method: str, name: str) -> None:
+def test_one_of_two_exports_to_one_target_wins(tmp_path: Path, method: str, name: str) -> None:
     state = {f"{i}.w": torch.ones(1000) for i in range(3)}
     for number, factor in (("one", 1), ("two", 2)):
         zarrckpt.save({key: tensor * factor for key, tensor in state.items()}, tmp_path / number)
@@ -240,7 +240,7 @@ def _export(tmp_path: Path, name: str, state: dict[str, Any], **options: Any) ->
     return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
-def test_an_export_replaces_one_before_it_and_nothing_else(tmp_path: Path) -> None:
+def test_an_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     many = _export(tmp_path, "one", {f"{i}.w": torch.randn(50) for i in range(3)}, max_file_bytes=200)
     assert len(many) == 4
     (tmp_path / "out" / "config.json").write_text("{}")
@@ -255,7 +255,7 @@ def test_an_export_replaces_one_before_it_and_nothing_else(tmp_path: Path) -> No
     assert set(zarrckpt.open(tmp_path / "back")) == {"v", "w"}
 
 
-def test_one_file_by_its_name(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_an_export_to_a_file_name_writes_one_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     zarrckpt.save(
         {**tensors, "e8": torch.ones(3).to(torch.float8_e8m0fnu)},
         tmp_path / "one",
@@ -307,7 +307,7 @@ def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_files_of_torch_save(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_files_of_torch_save_are_imported(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[1].weight = model[0].weight
     optim = torch.optim.Adam(model.parameters())
@@ -402,7 +402,7 @@ def _make_folder(folder: Path, files: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
-def test_incomplete_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
+def test_incomplete_folders_are_refused_before_a_save(tmp_path: Path, kind: str) -> None:
     save_file({"w": torch.ones(100)}, tmp_path / "outside.safetensors")
     _make_folder(tmp_path / "in", BAD_FOLDERS[kind])
     with pytest.raises(zarrckpt.CheckpointError) as caught:
@@ -440,7 +440,7 @@ BAD_FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["absent", "cut", *BAD_FILES])
-def test_bad_files_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
+def test_bad_files_are_refused_before_a_save(tmp_path: Path, kind: str) -> None:
     source = tmp_path / ("x.safetensors" if kind in ("absent", "cut") else "x.pt")
     if kind == "cut":
         save_file({"w": torch.ones(100)}, source)
@@ -457,14 +457,14 @@ def test_bad_files_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -
     assert not (tmp_path / "one").exists()
 
 
-def test_tensors_that_are_expanded_a_little_are_imported(tmp_path: Path) -> None:
+def test_slightly_expanded_tensors_are_imported(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(20), "v": torch.arange(12).expand(2, 12)}, tmp_path / "x.pt")
     zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one")
     found = zarrckpt.open(tmp_path / "one").load()
     assert torch.equal(found["w"], torch.ones(20)) and found["v"].sum() == 132
 
 
-def test_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_export_and_import_work_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     def run(*arguments: object) -> Any:
         return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
 

@@ -110,7 +110,7 @@ def _load_sharded(folder: str) -> tuple[dict[str, Any], int]:
     return _full(state), state["step"]
 
 
-def test_shards_of_several_ranks_go_there_and_back_on_another_mesh(tmp_path: Path) -> None:
+def test_shards_round_trip_through_dcp_on_another_mesh(tmp_path: Path) -> None:
     saved = run_ranks(_save_sharded, str(tmp_path / "dcp"), world_size=4)[0]
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 1
     zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", options=zarrckpt.SaveOptions(compression="zstd"))
@@ -121,7 +121,7 @@ def test_shards_of_several_ranks_go_there_and_back_on_another_mesh(tmp_path: Pat
         assert bits(found) == bits(saved) and step == 7
 
 
-def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
+def test_dcp_reads_exports(tmp_path: Path) -> None:
     state = {**_state(), "ordered": OrderedDict(w=torch.ones(2)), "int": {0: torch.ones(2)}, "none": {}}
     zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     seen: list[tuple[int, int]] = []
@@ -148,7 +148,7 @@ def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
     assert {key: bits(value) for key, value in found.items()} == {key: bits(value) for key, value in expected.items()}
 
 
-def test_metadata_need_nothing_of_this_package(tmp_path: Path) -> None:
+def test_exported_metadata_can_be_read_without_zarrckpt(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp")
     assert b"zarrckpt" not in (tmp_path / "dcp" / ".metadata").read_bytes().replace(os.fsencode(tmp_path), b"")
@@ -157,7 +157,7 @@ def test_metadata_need_nothing_of_this_package(tmp_path: Path) -> None:
     assert {type(path) for path in metadata.planner_data.values()} == {tuple}
 
 
-def test_parts_prefixes_and_stripped_names(tmp_path: Path) -> None:
+def test_exports_and_imports_of_parts_with_prefixes(tmp_path: Path) -> None:
     _dcp_save(_state(), tmp_path / "dcp")
     zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", keys=("model.large", "list.2", "step"), prefix="a.b")
     ckpt = zarrckpt.open(tmp_path / "one")
@@ -198,7 +198,7 @@ class Code:
     __hash__ = object.__hash__
 
 
-def test_no_code_runs_unless_it_may(tmp_path: Path) -> None:
+def test_imports_run_code_only_if_allowed(tmp_path: Path) -> None:
     _dcp_save({"w": torch.ones(3), "code": Code()}, tmp_path / "dcp")
     with pytest.raises(zarrckpt.UnsafeValueError):
         zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one")
@@ -220,7 +220,7 @@ class Evil:
         return os.mkdir, (os.environ["ZARRCKPT_TEST_EVIL"],)
 
 
-def test_metadata_run_no_code_unless_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_metadata_run_code_only_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZARRCKPT_TEST_EVIL", str(tmp_path / "ran"))
     _dcp_save({"w": torch.ones(3)}, tmp_path / "dcp")
     metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
@@ -263,7 +263,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_metadata_do_no_harm_to_the_process(tmp_path: Path, kind: str) -> None:
+def test_hostile_dcp_metadata_do_no_harm(tmp_path: Path, kind: str) -> None:
     (tmp_path / "dcp").mkdir()
     start = _PATH_CLASS if kind == "a class gets an attribute" else b""
     start = _global(_METADATA, "MetadataIndex") if kind.startswith("DCP") else start
@@ -343,7 +343,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
+def test_damaged_folders_are_refused_before_a_save(tmp_path: Path, kind: str) -> None:
     zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "source", options=zarrckpt.SaveOptions(max_chunk_bytes=32))
     zarrckpt.to_dcp(tmp_path / "source", tmp_path / "dcp")
     assert len(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata["w"].chunks) > 1
@@ -354,7 +354,7 @@ def test_damaged_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: 
         zarrckpt.open(tmp_path / "one")
 
 
-def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     zarrckpt.save({"v": torch.ones(2)}, tmp_path / "two")
     one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
@@ -381,7 +381,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(5, "input/output error"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("broken", [["aside"], ["in"], ["in", "back"]], ids="-".join)
-def test_a_rename_that_fails_costs_no_export(
+def test_a_failed_rename_keeps_the_old_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[str], error: BaseException
 ) -> None:
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")

@@ -38,7 +38,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def test_everything_goes_there_and_back(tmp_path: Path) -> None:
+def test_every_value_round_trips_through_torch_save(tmp_path: Path) -> None:
     state = _state()
     shared = state["rng"][0]
     state["rng"] = (shared, shared[3:5], *state["rng"][1:])
@@ -59,7 +59,7 @@ def test_everything_goes_there_and_back(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.pt"]
 
 
-def test_parts_and_stripped_names(tmp_path: Path) -> None:
+def test_exports_of_parts_strip_prefixes(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
     zarrckpt.save({"model": model, "step": 3, "list": [torch.ones(1), torch.zeros(1)]}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
@@ -92,7 +92,7 @@ def test_tied_weights_are_written_under_each_name(tmp_path: Path) -> None:
     assert model[0].weight is model[1].weight
 
 
-def test_values_that_need_code(tmp_path: Path) -> None:
+def test_values_that_need_code_need_allow_pickle(tmp_path: Path) -> None:
     with pytest.warns(UserWarning):
         zarrckpt.save({"w": torch.ones(3), "code": Code(), "array": np.arange(3)}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
@@ -105,7 +105,7 @@ def test_values_that_need_code(tmp_path: Path) -> None:
     assert found["code"] == Code() and found["array"].tolist() == [0, 1, 2] and found["w"].sum() == 3
 
 
-def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
     zarrckpt.save({"w": torch.zeros(300)}, tmp_path / "two")
     one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
@@ -141,7 +141,7 @@ def test_patterns_of_an_import_mean_nested_names(tmp_path: Path) -> None:
     assert list(found.load()["optim"]["state"]) == [0]
 
 
-def test_old_files_and_files_of_something_else(tmp_path: Path) -> None:
+def test_old_and_foreign_files_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     zarrckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "one")
     assert zarrckpt.open(tmp_path / "one")["w"][:].tolist() == [0, 1, 2, 3]

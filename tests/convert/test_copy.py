@@ -42,7 +42,7 @@ def _state(value: float = 1.0) -> dict[str, Any]:
     ],
     ids=["", "zstd", "portable"],
 )
-def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]) -> None:
+def test_a_copy_equals_its_source(tmp_path: Path, save: Callable[..., Any]) -> None:
     save(_state(), tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
     seen: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]
     assert (two.writers("model.w") == one.writers("model.w")).all()
 
 
-def test_a_part_and_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None:
+def test_a_part_is_copied_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     zarrckpt.save(_state(2.0), tmp_path / "one", overwrite=True)  # a tree that is not the canonical one
     url, options = moto_bucket.url("copied"), moto_bucket.storage_options
@@ -74,7 +74,7 @@ def test_a_part_and_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None
     assert zarrckpt.open(tmp_path / "back").verify() and zarrckpt.diff(part, zarrckpt.open(tmp_path / "back"))
 
 
-def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     zarrckpt.save(_state(2.0), tmp_path / "two")
     one = zarrckpt.open(tmp_path / "one")
@@ -121,7 +121,7 @@ MADE_ANEW: dict[str, Any] = {"dtype": "bfloat16", "compression": "zstd"}
 
 
 @pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
-def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_crash_of_a_copy_leaves_the_old_or_new_checkpoint(tmp_path: Path, changes: dict[str, Any]) -> None:
     small = {"w": torch.ones(3), "b": {"c": torch.zeros(2)}}
     zarrckpt.save(small, tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
@@ -143,7 +143,7 @@ def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path,
 
 @pytest.mark.parametrize("over", ["nothing", "a checkpoint"])
 @pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
-def test_a_copy_that_fails_removes_what_it_wrote(
+def test_a_failed_copy_removes_its_objects(
     tmp_path: Path, one: zarrckpt.Checkpoint, over: str, changes: dict[str, Any]
 ) -> None:
     place = tmp_path / "two"
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_removes_what_it_wrote(
     assert zarrckpt.open(place).verify() and "w/c.0" not in _files(place)
 
 
-def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+def test_a_save_that_commits_during_a_copy_wins(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
     begun: list[testing.Call] = []
 
     def rule(call: testing.Call) -> None:
@@ -187,7 +187,7 @@ zarrckpt.copy(sys.argv[1], slow)
 """
 
 
-def test_a_copy_that_is_killed_is_made_again(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+def test_a_killed_copy_can_be_repeated(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
     place = tmp_path / "two"
     process = subprocess.Popen([sys.executable, "-c", SLOW, one.url, str(place)])
     while len(list(place.glob("m/w/c*"))) < 4 and process.poll() is None:
@@ -203,7 +203,7 @@ def test_a_copy_that_is_killed_is_made_again(tmp_path: Path, one: zarrckpt.Check
     assert not (place / "m").exists() and zarrckpt.recover(place, stopped=True).objects == 0
 
 
-def test_from_the_terminal(tmp_path: Path) -> None:
+def test_cp_works_from_the_terminal(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     arguments = ["cp", str(tmp_path / "one"), str(tmp_path / "two"), "--include", "model", "--exclude", "*.b", "--json"]
     found = CliRunner().invoke(main, arguments, catch_exceptions=False)

@@ -68,7 +68,7 @@ def _tables(ckpt: zarrckpt.Checkpoint) -> dict[str, list[int]]:
     ids=["", "blosc", "portable"],
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any], changes: dict[str, Any]) -> None:
+def test_other_chunks_hold_the_same_values(tmp_path: Path, save: Callable[..., Any], changes: dict[str, Any]) -> None:
     if "chunks" in changes and isinstance(changes["chunks"], dict):
         changes = {**changes, "chunks": {"model.w": (100, 70), "model.b": (-1,)}}
     save(_state(), tmp_path / "one")
@@ -95,7 +95,7 @@ def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any
         assert np.array_equal(ts.open(spec).result().read().result(), expected[name])
 
 
-def test_chunks_are_those_of_a_save_by_one_process(tmp_path: Path) -> None:
+def test_copies_have_the_chunks_of_a_save_by_one_process(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     zarrckpt.save(
         _state(), tmp_path / "small", options=zarrckpt.SaveOptions(max_chunk_bytes=100_000, compression="zstd")
@@ -109,7 +109,7 @@ def test_chunks_are_those_of_a_save_by_one_process(tmp_path: Path) -> None:
     assert _tables(two) == _tables(small) and two._catalog.sizes(two._catalog.root.tensors["model.w"]) is not None
 
 
-def test_what_no_option_changes_is_copied_as_it_is(tmp_path: Path) -> None:
+def test_unchanged_chunks_are_copied_as_bytes(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one", options=zarrckpt.SaveOptions(compression={"name": "zstd", "level": 5}))
     zarrckpt.copy(tmp_path / "one", tmp_path / "two", dtype={"model.w": "float64"}, chunks={"other.i": (640,)})
     for path in (tmp_path / "one").rglob("c*"):
@@ -153,7 +153,7 @@ def _same_numbers(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", CAST_TO)
-def test_copies_exports_and_loads_cast_as_torch(tmp_path: Path, name: str) -> None:
+def test_copies_exports_and_loads_cast_like_torch(tmp_path: Path, name: str) -> None:
     dtype, state = getattr(torch, name), _hard_to_cast()
     rest = {"i": torch.arange(5), "z": torch.randn(3).cfloat(), "t": torch.tensor([True, False])}
     zarrckpt.save(state | rest, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=100_000))
@@ -218,7 +218,7 @@ def test_values_beyond_the_range_are_counted(tmp_path: Path) -> None:
     assert "warning: 'a': 3 finite" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_bfloat16_copy_of_a_training_still_counts_its_steps(tmp_path: Path) -> None:
+def test_a_bfloat16_copy_keeps_step_counters(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
     optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
     loop = {"seen": torch.tensor([257.0]), "global_step": torch.full((3,), 257.0)}
@@ -239,7 +239,7 @@ def test_a_bfloat16_copy_of_a_training_still_counts_its_steps(tmp_path: Path) ->
     assert {float(part["step"]) for part in optim.state.values()} == {258.0} and loop["seen"] == 257
 
 
-def test_casts_by_pattern_take_counters_by_full_name_alone(tmp_path: Path) -> None:
+def test_patterns_cast_counters_only_by_full_name(tmp_path: Path) -> None:
     model = {"w": torch.randn(5, 4), "i": torch.arange(3), "scale": torch.tensor(2.5), "odd": torch.tensor([1.5])}
     zarrckpt.save({"model": model, "optim": {"step": torch.tensor(1001.0)}}, tmp_path / "one")
     wanted = {"model.w": "float16", "model": "bfloat16", "model.odd": "float64"}
@@ -269,7 +269,7 @@ def test_casts_by_pattern_take_counters_by_full_name_alone(tmp_path: Path) -> No
         ({"max_inflight_bytes": 0}, ValueError),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], error: type[Exception]) -> None:
+def test_meaningless_options_are_refused(tmp_path: Path, options: dict[str, Any], error: type[Exception]) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     with pytest.raises(error):
         zarrckpt.copy(tmp_path / "one", tmp_path / "two", **options)
@@ -290,13 +290,13 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], err
         (["--dtype", "nothing=bfloat16"], 3),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, arguments: list[str], code: int) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], code: int) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     found = CliRunner().invoke(main, ["cp", str(tmp_path / "one"), str(tmp_path / "two"), *arguments])
     assert found.exit_code == code and not (tmp_path / "two").exists() and found.stderr
 
 
-def test_from_the_terminal(tmp_path: Path) -> None:
+def test_cp_changes_dtypes_and_chunks_from_the_terminal(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     arguments = ["--include", "model", "--include", "other", "--exclude", "*.z", "--chunks", "model.w=100,-1"]
     arguments += ["--max-chunk-mb", "0.1", "--dtype", "model=float16", "--compression", "zstd"]
@@ -308,7 +308,7 @@ def test_from_the_terminal(tmp_path: Path) -> None:
     assert two["other.i"].nchunks > 3 and "Zstd" in str(two["other.i"].compressors)
 
 
-def test_damage_is_not_rearranged(tmp_path: Path) -> None:
+def test_damage_is_not_copied_into_other_chunks(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=300_000))
     chunk = next((tmp_path / "one" / "model" / "w").glob("c.1*"))
     data = bytearray(chunk.read_bytes())
@@ -321,7 +321,7 @@ def test_damage_is_not_rearranged(tmp_path: Path) -> None:
             zarrckpt.open(tmp_path / str(number))
 
 
-def test_in_place_of_its_source_and_through_s3(tmp_path: Path, moto_bucket: S3Place) -> None:
+def test_a_changed_copy_may_replace_its_source(tmp_path: Path, moto_bucket: S3Place) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
     url, options = moto_bucket.url("changed"), moto_bucket.storage_options
     one = zarrckpt.open(tmp_path / "one")
@@ -366,7 +366,7 @@ SIZES = st.lists(st.integers(0, 40), max_size=3)
 
 @settings(max_examples=8, deadline=None)
 @given(shape=SIZES, data=st.data())
-def test_any_shape_in_any_chunks(
+def test_any_shape_is_copied_into_any_chunks(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject
 ) -> None:
     place = tmp_path_factory.mktemp("any")

@@ -96,7 +96,7 @@ def _dcp_load(url: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["url", "checkpoint_id", "planner"])
-def test_values_and_tensors_come_back(how: str, tmp_path: Path) -> None:
+def test_values_and_tensors_round_trip(how: str, tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     run_ranks(_dcp_save, url, how)
     # By DCP's rules keys become strings. zarrckpt's planners keep them.
@@ -109,7 +109,7 @@ def test_values_and_tensors_come_back(how: str, tmp_path: Path) -> None:
     assert zarrckpt.open(url)["values.list"] == [1, 2, [3]]
 
 
-def test_without_processes(tmp_path: Path) -> None:
+def test_saves_work_without_a_process_group(tmp_path: Path) -> None:
     state = {"w": torch.arange(6.0), "step": 3}
     for name, options in {"none": {}, "no_dist": {"no_dist": True}}.items():
         dcp.save(state, storage_writer=ZarrStorageWriter(tmp_path / name), **options)
@@ -128,7 +128,7 @@ def _no_dist(folder: str) -> None:
     assert target["w"].tolist() == [rank] * 3
 
 
-def test_no_dist_on_each_rank(tmp_path: Path) -> None:
+def test_no_dist_saves_on_each_rank_alone(tmp_path: Path) -> None:
     run_ranks(_no_dist, str(tmp_path), world_size=2)
 
 
@@ -153,7 +153,7 @@ def _group_and_coordinator(folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_groups_and_coordinators(tmp_path: Path) -> None:
+def test_sub_groups_and_other_coordinators_work(tmp_path: Path) -> None:
     run_ranks(_group_and_coordinator, str(tmp_path))
     for coordinator in (1, 3):
         checkpoint = zarrckpt.open(tmp_path / f"coordinator-{coordinator}")
@@ -192,7 +192,7 @@ def _save_meta(url: str) -> None:
             raise AssertionError("saved a tensor without data")
 
 
-def test_meta_tensors_are_refused_by_name_before_their_rank_writes_a_chunk(tmp_path: Path) -> None:
+def test_meta_tensors_are_refused_by_name_before_a_chunk_is_put(tmp_path: Path) -> None:
     run_ranks(_save_meta, str(tmp_path / "one"), world_size=2)
     state = {"fine": torch.ones(100), "empty": torch.ones(2, device="meta")}
     with pytest.raises(CheckpointException, match="UnsupportedValueError: 'empty' is on the meta device"):
@@ -236,7 +236,7 @@ def _load_both(url: str, files: str) -> list[dict[str, Any]]:
     return loaded
 
 
-def test_dcps_own_files_hold_the_same(tmp_path: Path) -> None:
+def test_dcps_own_files_contain_the_same_values(tmp_path: Path) -> None:
     places = str(tmp_path / "zarr"), str(tmp_path / "files")
     saved = run_ranks(_train, *places)[0]
     for world_size in (4, 3):
@@ -257,7 +257,7 @@ def _cross(folder: str) -> None:
     assert torch.equal(target["w"], _whole((9, 4), 2.0)) and target["extra"] == extra
 
 
-def test_one_api_reads_what_the_other_wrote(tmp_path: Path) -> None:
+def test_each_api_reads_checkpoints_of_the_other(tmp_path: Path) -> None:
     run_ranks(_cross, str(tmp_path))
 
 
@@ -356,7 +356,7 @@ class Narrowing(DefaultSavePlanner):
         return object.to(self.dtype) if isinstance(object, torch.Tensor) else object
 
 
-def test_a_planner_that_transforms(tmp_path: Path) -> None:
+def test_a_planner_that_transforms_tensors_works(tmp_path: Path) -> None:
     state = {"w": torch.tensor([2.0, 4.0]), "text": "quiet"}
     dcp.save(state, storage_writer=ZarrStorageWriter(tmp_path / "half"), planner=Halving())
     target = {"w": torch.zeros(2), "text": ""}
@@ -444,7 +444,7 @@ def _errors_of(url: str, call: str) -> dict[int, tuple[str, str]]:
     raise AssertionError(f"{call} did not raise")
 
 
-def test_errors_arrive_as_our_own_classes(tmp_path: Path) -> None:
+def test_errors_are_raised_as_this_packages_classes(tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     zarrckpt.save({"w": _whole((8, 2))}, url)
     everyone = {0, 1, 2, 3}
@@ -504,7 +504,7 @@ def _cached_saves(folder: str, planner: type) -> None:
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, ZarrSavePlanner])
-def test_cached_plans_save_what_is_there_now(planner: type, tmp_path: Path) -> None:
+def test_cached_plans_save_current_values(planner: type, tmp_path: Path) -> None:
     run_ranks(_cached_saves, str(tmp_path), planner)
 
 
@@ -577,7 +577,7 @@ def _cached_failures(folder: str) -> None:
     _check(f"{folder}/free-4", first)
 
 
-def test_cached_plans_after_failures(tmp_path: Path) -> None:
+def test_cached_plans_work_after_failures(tmp_path: Path) -> None:
     run_ranks(_cached_failures, str(tmp_path))
 
 

@@ -130,7 +130,7 @@ def _empty(url: str) -> None:
     assert same(snapshot(target), snapshot(some)) == []
 
 
-def test_empty_state_dicts(place: Place) -> None:
+def test_empty_state_dicts_are_saved(place: Place) -> None:
     place.run(_empty)
     Place(place.url + "-alone", place.env).run(_empty, world_size=1, group=False)
 
@@ -173,7 +173,7 @@ def _parts(url: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_a_part_of_a_checkpoint(kind: str, disk: Place) -> None:
+def test_a_part_of_a_checkpoint_is_loaded(kind: str, disk: Place) -> None:
     disk.run(_parts, kind)
 
 
@@ -232,7 +232,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def test_loads_in_place_and_brings_the_learning_rate_back(disk: Place) -> None:
+def test_loads_are_in_place_and_restore_the_learning_rate(disk: Place) -> None:
     disk.run(_in_place)
 
 
@@ -281,11 +281,11 @@ def _convert(url: str, sizes: tuple[int, ...], pairs: Pairs) -> None:
                 assert same(snapshot(_state(other, other_optim)), saved) == [], (source, target)
 
 
-def test_even_layouts_into_each_other(disk: Place) -> None:
+def test_even_layouts_load_into_each_other(disk: Place) -> None:
     disk.run(_convert, EVEN, EVEN_PAIRS)
 
 
-def test_uneven_layouts_into_each_other(disk: Place) -> None:
+def test_uneven_layouts_load_into_each_other(disk: Place) -> None:
     disk.run(_convert, UNEVEN, UNEVEN_PAIRS)
 
 
@@ -319,7 +319,7 @@ def _reshard(url: str) -> None:
             assert torch.equal(back.to_local(), target["w"].to_local())
 
 
-def test_dtensors_into_other_placements(disk: Place) -> None:
+def test_dtensors_load_into_other_placements(disk: Place) -> None:
     disk.run(_reshard)
 
 
@@ -351,7 +351,7 @@ def _extras(url: str) -> None:
         assert torch.equal(one.to_local(), other.to_local())
 
 
-def test_extra_state_comes_back(place: Place) -> None:
+def test_extra_state_is_restored(place: Place) -> None:
     place.run(_extras)
 
 
@@ -395,7 +395,7 @@ def _sharded_specs(url: str) -> None:
             assert torch.equal(full_tensor(again["sharded"]), saved["sharded"]), (name, other)
 
 
-def test_sharded_tensors_of_every_spec_into_every_other(disk: Place) -> None:
+def test_sharded_tensors_of_every_spec_load_into_every_other(disk: Place) -> None:
     disk.run(_sharded_specs)
 
 
@@ -598,7 +598,7 @@ def test_a_full_state_dict_on_rank_0(planner: type, disk: Place) -> None:
 # -- fsspec
 
 
-def test_fsspec(disk: Place) -> None:
+def test_saves_and_loads_work_through_fsspec(disk: Place) -> None:
     """Local files through fsspec."""
     options = {"storage_options": {"backend": "fsspec"}}
     with warnings.catch_warnings():
@@ -607,7 +607,7 @@ def test_fsspec(disk: Place) -> None:
     disk.run(_through_fsspec, options)
 
 
-def test_s3fs(moto_bucket: S3Place) -> None:
+def test_saves_and_loads_work_through_s3fs(moto_bucket: S3Place) -> None:
     options = {"storage_options": moto_bucket.fsspec_options}
     Place(moto_bucket.url("run")).run(_through_fsspec, options)
 
@@ -640,7 +640,7 @@ def _families(url: str, pairs: Pairs) -> None:
             assert same(gathered(_state(other, other_optim, **flat)), saved) == [], (source, target)
 
 
-def test_pipelines_and_experts_into_each_other(disk: Place) -> None:
+def test_pipelines_and_experts_load_into_each_other(disk: Place) -> None:
     pairs = {
         "stages": ("stages", "fsdp", "experts"),
         "stages_dp": ("stages_dp", "plain"),

@@ -79,7 +79,7 @@ def test_code_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) ->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_is_marked_so_that_it_is_found(page: Path) -> None:
+def test_code_blocks_name_their_language(page: Path) -> None:
     """A block with another spelling of its language would never run, without any error."""
     marks = [match for match in FENCE.finditer(page.read_text())]
     for opening in marks[::2]:
@@ -88,7 +88,7 @@ def test_code_is_marked_so_that_it_is_found(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_targets_of_links_exist(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
 

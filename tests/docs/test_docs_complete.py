@@ -40,7 +40,7 @@ def documented(module: str) -> set[str]:
     return found
 
 
-def test_every_public_name_has_a_place_in_the_generated_pages() -> None:
+def test_every_public_name_is_in_the_generated_pages() -> None:
     assert documented("zarrckpt") >= {*zarrckpt.__all__} - {"__version__"}
     faults = {fault.name for fault in zarrckpt.testing.Fault}
     assert documented("zarrckpt.testing") >= {*zarrckpt.testing.__all__} - faults
@@ -55,7 +55,7 @@ def test_every_public_name_is_in_the_overview() -> None:
 @pytest.mark.parametrize(
     "call", [zarrckpt.save, zarrckpt.async_save, zarrckpt.load, zarrckpt.ZarrStorageWriter, zarrckpt.ZarrStorageReader]
 )
-def test_every_argument_is_explained_where_it_is_typed(call: Any) -> None:
+def test_docstrings_explain_every_argument(call: Any) -> None:
     assert {*arguments(inspect.getdoc(call) or "")} == {*inspect.signature(call).parameters}
 
 
@@ -127,13 +127,13 @@ def test_arguments_are_found() -> None:
     assert {"url", "options", "progress"} <= set(arguments(inspect.getdoc(zarrckpt.ZarrStorageWriter) or ""))
 
 
-def test_the_drawings_are_those_that_the_program_draws() -> None:
+def test_the_drawings_are_up_to_date() -> None:
     drawings = runpy.run_path(str(DOCS / "diagrams.py"))["DRAWINGS"]
     for name, draw in drawings.items():
         assert (DOCS / "explanation" / name).read_text() == draw(), f"{name}: python docs/diagrams.py"
 
 
-def test_the_first_page_leads_to_every_page() -> None:
+def test_the_first_page_links_to_every_page() -> None:
     index = (DOCS / "index.md").read_text()
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md", "reference/changelog.md"}
     assert [page for page in sorted(pages) if f"({page})" not in index] == []
@@ -157,7 +157,7 @@ def test_completion_scripts_are_printed(shell: str) -> None:
     assert f"_ZARRCKPT_COMPLETE={shell}_source" in text("cli.md") or f"`{shell}_source`" in text("cli.md")
 
 
-def test_completion_knows_commands_and_options() -> None:
+def test_completion_offers_commands_and_options() -> None:
     command = [sys.executable, "-c", "from zarrckpt.cli import main; main(prog_name='zarrckpt')"]
 
     def completed(*words: str) -> set[str]:

@@ -39,7 +39,7 @@ def test_every_error_is_exported_and_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("error", EXPORTED)
-def test_errors_travel_and_make_sense_alone(error: type[zarrckpt.CheckpointError]) -> None:
+def test_errors_pickle_and_name_their_subject(error: type[zarrckpt.CheckpointError]) -> None:
     """They are sent between ranks pickled. The text, including line breaks, must be unchanged."""
     raised = error("found a\nexpected b")
     for copied in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):

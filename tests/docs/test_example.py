@@ -59,7 +59,7 @@ def run_that_resumes(url: Path, *options: str, ranks: int = 1) -> subprocess.Pop
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
 
 
-def test_an_ended_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_on_fewer_processes(tmp_path: Path) -> None:
     """It reaches the same loss as a run that was not ended."""
     with run_that_resumes(tmp_path / "run", "--steps", "100000", ranks=2) as first:
         assert first.stdout is not None
@@ -94,7 +94,7 @@ def test_a_failing_worker_is_shown(tmp_path: Path) -> None:
     assert str(folder / "logs" / "uninterrupted") in done.stdout
 
 
-def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_conflicting_options_are_refused(tmp_path: Path) -> None:
     assert "--worker needs --checkpoints" in run_example("--worker").stderr
     assert "can't split a batch of 7" in run_example("--batch", "7").stderr
     (tmp_path / "file").touch()

@@ -68,23 +68,23 @@ def _inside(tree: ast.AST, is_outer: object) -> set[int]:
     return {id(inner) for node in outer for inner in ast.walk(node)}
 
 
-def test_the_page_on_the_architecture_has_the_rooms_of_the_contracts() -> None:
+def test_the_architecture_page_lists_the_layers_of_the_contracts() -> None:
     layers, without_torch = contracts()[0]["layers"], contracts()[1]["source_modules"]
     packages = {package: layer for layer, row in enumerate(reversed(layers)) for package in row.split(" | ")}
     page = PAGE.read_text()
     folders = FOLDER_ROW.findall(page)
-    told = [*folders, *((layer, module, torch) for module, layer, torch in MODULE.findall(page))]
-    assert len(told) == len(packages) and {package: int(layer) for layer, package, _ in told} == packages
+    listed = [*folders, *((layer, module, torch) for module, layer, torch in MODULE.findall(page))]
+    assert len(listed) == len(packages) and {package: int(layer) for layer, package, _ in listed} == packages
     assert {package for _, package, _ in folders} == {package for package in packages if (PACKAGE / package).is_dir()}
     assert {name.partition(".")[0] for name in modules()} == {*packages, "__init__"}
     # A package that needs torch may have modules that do not.
     whole = {name for name in without_torch if name.count(".") == 1}
-    assert {f"zarrckpt.{package}" for _, package, torch in told if not torch} == whole
+    assert {f"zarrckpt.{package}" for _, package, torch in listed if not torch} == whole
     of_packages = {name.split(".")[1] for name in without_torch if name not in whole}
-    assert of_packages <= {package for _, package, torch in told if torch}
+    assert of_packages <= {package for _, package, torch in listed if torch}
 
 
-def test_clients_are_imported_by_the_modules_that_are_about_them() -> None:
+def test_clients_are_imported_only_by_their_own_modules() -> None:
     for client, allowed in CLIENTS.items():
         eager = {
             name
@@ -95,7 +95,7 @@ def test_clients_are_imported_by_the_modules_that_are_about_them() -> None:
         assert eager <= allowed, (client, eager - allowed)
 
 
-def test_only_the_side_door_knows_dcp() -> None:
+def test_only_the_dcp_package_imports_dcp() -> None:
     for name, file in modules().items():
         for item in imports(file):
             if item.name.startswith("torch.distributed.checkpoint"):
@@ -132,3 +132,23 @@ def test_a_name_without_underscore_is_defined_in_one_module() -> None:
         if len(places) > 1 and len(name) > 1 and not name.startswith("_")
     }
     assert not twice
+
+
+def test_names_of_classes_end_with_a_term_of_the_glossary() -> None:
+    """Public classes, and classes that another module imports. See the page's section on names of classes."""
+    page = (PACKAGE.parent / "docs" / "reference" / "glossary.md").read_text()
+    terms = {term.split()[-1].lower() for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for term in row.split(", ")}
+    terms |= {*re.findall(r"\w+", page.partition("plain word: ")[2].partition(".")[0].lower())}
+    trees = [ast.parse(file.read_text()) for file in modules().values()]
+    defined = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    shared = {*zarrckpt.__all__}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zarrckpt"):
+            shared |= {alias.name for alias in node.names}
+    unknown = []
+    for name in sorted(defined & shared):
+        word = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]+", name)[-1].lower()
+        forms = {word, word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
+        if f"`{name}`" not in page and not terms & forms:
+            unknown.append(name)
+    assert not unknown

@@ -23,7 +23,7 @@ def test_every_cell_runs() -> None:
     assert "whole: True" in done.stdout
 
 
-def test_the_outputs_are_of_one_run_and_small() -> None:
+def test_the_outputs_are_small_and_of_one_run() -> None:
     """Pages show its plots. The outputs reveal nothing about the machine on which it ran."""
     cells = code_cells(NOTEBOOK)
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]

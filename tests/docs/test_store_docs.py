@@ -104,7 +104,7 @@ def enforcing(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Place]:
         server.stop()
 
 
-def test_the_policy_of_the_page_is_enough(enforcing: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_of_the_page_is_sufficient(enforcing: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each statement is needed for the page's purpose, and no other is. Each put has a checksum for Object Lock."""
     (block,) = re.findall(r"```json\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     policy = json.loads(block)

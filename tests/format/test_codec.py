@@ -94,7 +94,7 @@ def as_bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 @settings(max_examples=150, deadline=None)
 @given(nodes())
-def test_zarr_decodes_what_is_encoded(node: ArrayNode) -> None:
+def test_zarr_decodes_encoded_chunks(node: ArrayNode) -> None:
     elements = random_elements(node)
     objects, table = store_array(node, elements)
     assert len(table) == node.grid.num_subchunks
@@ -110,7 +110,7 @@ def test_zarr_decodes_what_is_encoded(node: ArrayNode) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(nodes())
-def test_tensorstore_decodes_what_is_encoded(node: ArrayNode) -> None:
+def test_tensorstore_decodes_encoded_chunks(node: ArrayNode) -> None:
     elements = random_elements(node)
     objects, _ = store_array(node, elements)
     context = tensorstore.Context()
@@ -152,7 +152,7 @@ def test_the_bytes_of_a_padded_chunk_with_subchunks() -> None:
     assert encoder.checksums == [google_crc32c.value(part) for part in parts]
 
 
-def test_crc32c_is_castagnoli_s() -> None:
+def test_crc32c_uses_castagnolis_polynomial() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
     assert crc32c(b"") == 0
@@ -168,7 +168,7 @@ def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
 
 @settings(max_examples=300, deadline=None)
 @given(node_and_box())
-def test_reading_a_box_is_numpy_s_slice_and_fetches_nothing_twice(case: tuple[ArrayNode, Box]) -> None:
+def test_reading_a_box_equals_numpys_slice_and_reads_bytes_once(case: tuple[ArrayNode, Box]) -> None:
     node, box = case
     elements = random_elements(node)
     objects, table = store_array(node, elements)
@@ -235,7 +235,7 @@ def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None, local: bool)
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_chunk_in_the_place_of_another_is_found(local: bool) -> None:
+def test_a_chunk_under_the_key_of_another_is_found(local: bool) -> None:
     node = ArrayNode("a", Grid((4,), (2,)), by_name("int16"))
     objects, table = store_array(node, np.arange(4, dtype="<u2"))
     objects.is_local = local
@@ -266,7 +266,7 @@ def test_a_whole_contiguous_chunk_is_not_copied() -> None:
 
 
 @given(st.lists(st.integers(0, 40), unique=True).map(sorted), st.integers(1, 6))
-def test_runs_are_neighbours_in_order(numbers: list[int], longest: int) -> None:
+def test_adjacent_elements_form_one_range(numbers: list[int], longest: int) -> None:
     found = neighbours(numbers, longest)
     assert [number for run in found for number in run] == numbers
     assert all(1 <= len(run) <= longest for run in found)
@@ -274,7 +274,7 @@ def test_runs_are_neighbours_in_order(numbers: list[int], longest: int) -> None:
         assert one.stop < after.start or len(one) == longest
 
 
-def test_documents_are_what_zarr_writes_for_the_same_array(tmp_path: Path) -> None:
+def test_array_documents_equal_zarr_pythons(tmp_path: Path) -> None:
     """The document equals zarr-python's own for an array made with these parameters, field by field."""
     node = ArrayNode("a", Grid((8, 6), (4, 6), (2, 6)), by_name("float32"))
     zarr.create_array(
@@ -297,7 +297,7 @@ either = pytest.mark.parametrize("drawn_here", [False, True])
 
 
 @either
-def test_run_keeps_order_and_draws_jobs_as_threads_come_free(drawn_here: bool) -> None:
+def test_run_jobs_keeps_order_and_takes_jobs_as_threads_finish(drawn_here: bool) -> None:
     drawn, gate = [], threading.Event()
 
     def jobs() -> Iterator[Any]:
@@ -316,7 +316,7 @@ def test_run_keeps_order_and_draws_jobs_as_threads_come_free(drawn_here: bool) -
 
 
 @either
-def test_run_begins_no_more_than_are_useful_which_may_change(drawn_here: bool) -> None:
+def test_run_starts_no_more_jobs_than_are_useful(drawn_here: bool) -> None:
     useful, lock, under_way, most = 2, threading.Lock(), 0, {2: 0, 5: 0}
 
     def job(i: int) -> int:
@@ -337,7 +337,7 @@ def test_run_begins_no_more_than_are_useful_which_may_change(drawn_here: bool) -
 
 
 @either
-def test_run_raises_the_first_error_and_starts_no_more(drawn_here: bool) -> None:
+def test_run_raises_the_first_error_and_starts_no_more_jobs(drawn_here: bool) -> None:
     started = []
 
     def job(i: int) -> None:
@@ -351,7 +351,7 @@ def test_run_raises_the_first_error_and_starts_no_more(drawn_here: bool) -> None
 
 
 @either
-def test_run_ends_what_has_begun_where_no_further_job_can_be_drawn(drawn_here: bool) -> None:
+def test_run_jobs_finishes_started_jobs_if_the_iterator_raises(drawn_here: bool) -> None:
     ended = []
 
     def jobs() -> Iterator[Any]:
@@ -366,7 +366,7 @@ def test_run_ends_what_has_begun_where_no_further_job_can_be_drawn(drawn_here: b
     assert len(ended) == count <= 3
 
 
-def test_who_draws_and_who_works() -> None:
+def test_run_jobs_takes_jobs_here_or_in_its_threads() -> None:
     here = threading.get_ident()
 
     def jobs() -> Iterator[Any]:
@@ -386,7 +386,7 @@ def test_who_draws_and_who_works() -> None:
     assert run_jobs([threading.get_ident], 8) == [here]
 
 
-def test_run_makes_do_with_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_works_if_no_more_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start, left = threading.Thread.start, [2]
 
     def scarce(thread: threading.Thread) -> None:
@@ -401,7 +401,7 @@ def test_run_makes_do_with_the_threads_that_there_are(monkeypatch: pytest.Monkey
 
 
 @either
-def test_run_keeps_no_job_alive_that_is_done(drawn_here: bool) -> None:
+def test_run_releases_finished_jobs(drawn_here: bool) -> None:
     class Held:
         pass
 
@@ -421,14 +421,14 @@ def test_run_keeps_no_job_alive_that_is_done(drawn_here: bool) -> None:
     assert most <= 8
 
 
-def test_requests_are_longer_where_memory_holds_many() -> None:
+def test_requests_are_longer_if_memory_allows() -> None:
     node = ArrayNode("w", Grid((1 << 26,), (1 << 26,), (1 << 18,)), by_name("uint8"))
     for limit, expected in ((1 << 20, 32), (256 << 20, 32), (384 << 20, 48), (512 << 20, 64), (1 << 40, 64)):
         counts = [len(run) for run in request_ranges(node, range(256), BytesBudget(limit))]
         assert sum(counts) == 256 and max(counts) == expected
 
 
-def test_the_budget_bounds_bytes_and_lets_a_large_job_run_alone() -> None:
+def test_the_budget_bounds_bytes_and_admits_one_large_job() -> None:
     budget, used, most, lock = BytesBudget(100), 0, 0, threading.Lock()
 
     def job(nbytes: int) -> None:

@@ -72,7 +72,7 @@ CODECS: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("option", "codec"), CODECS, ids=lambda value: str(value)[:40])
-def test_an_option_is_zarr_s_codec(option: Any, codec: Any) -> None:
+def test_options_become_zarrs_codecs(option: Any, codec: Any) -> None:
     compression = parse_option(option)
     assert compression is not None and compression.codec(4) == codec.to_dict()
 
@@ -95,7 +95,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("option", "error", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_wrong_option_is_refused_before_anything_is_written(
+def test_a_wrong_option_is_refused_before_a_write(
     tmp_path: Path, option: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -179,7 +179,7 @@ def as_bytes(array: Any) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(nodes())
-def test_zarr_and_tensorstore_decode_what_is_encoded(node: ArrayNode) -> None:
+def test_zarr_and_tensorstore_decode_compressed_chunks(node: ArrayNode) -> None:
     elements = elements_of(node)
     objects, _, _ = encoded(node, elements)
     stored = {"a/zarr.json": dumps(node.document()), **objects}
@@ -199,7 +199,7 @@ def test_zarr_and_tensorstore_decode_what_is_encoded(node: ArrayNode) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(node_and_box(), st.booleans())
-def test_reading_a_box_is_numpy_s_slice_and_fetches_what_it_needs(case: tuple[ArrayNode, Box], local: bool) -> None:
+def test_reading_a_box_equals_numpys_slice_and_reads_few_bytes(case: tuple[ArrayNode, Box], local: bool) -> None:
     node, box = case
     elements = elements_of(node)
     data, checksums, sizes = encoded(node, elements)
@@ -302,14 +302,14 @@ HOSTILE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 }
 
 
-def test_the_frames_by_hand_are_zstd() -> None:
+def test_frames_written_by_hand_are_valid_zstd() -> None:
     """So the hostile frames fail because of their content size."""
     for size in (None, 5):
         assert bytes(numcodecs.zstd.decompress(zstd_frame(b"hello", size))) == b"hello"
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_bytes_with_right_checksums(tmp_path: Path, case: str) -> None:
+def test_hostile_bytes_with_valid_checksums_are_errors(tmp_path: Path, case: str) -> None:
     """Bytes that decompress to anything but the subchunk are damage. No more memory than the subchunk is allocated."""
     name, make = HOSTILE[case]
     tensor = (torch.arange(N) // 32).to(torch.uint8)
@@ -357,7 +357,7 @@ def edit_root(checkpoint: Path, change: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 4, 2**32 - 1, max_compressed_bytes(4 * N) + 5])
-def test_hostile_sizes(tmp_path: Path, size: int) -> None:
+def test_hostile_sizes_are_errors(tmp_path: Path, size: int) -> None:
     zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     set_table(tmp_path / "ck", "sizes", struct.pack("<I", size))
     for read in (
@@ -371,7 +371,7 @@ def test_hostile_sizes(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_sizes_that_are_possible_but_wrong(tmp_path: Path, more: int) -> None:
+def test_plausible_wrong_sizes_are_errors(tmp_path: Path, more: int) -> None:
     zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     size = (tmp_path / "ck/w/c.0").stat().st_size + more
     set_table(tmp_path / "ck", "sizes", struct.pack("<I", size))
@@ -399,7 +399,7 @@ def test_a_damaged_table_of_sizes_is_found(tmp_path: Path, kind: str) -> None:
         zarrckpt.open(tmp_path / "ck")["w"][:]
 
 
-def test_fewer_sizes_than_compressed_subchunks(tmp_path: Path) -> None:
+def test_missing_sizes_of_subchunks_are_errors(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     edit_root(tmp_path / "ck", lambda root: root["attributes"]["zarrckpt"]["tables"]["sizes"].update(length=0))
     with pytest.raises(CorruptCheckpointError, match="'sizes' is 0, expected 1"):
@@ -435,7 +435,7 @@ def test_a_swapped_chunk_is_found(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("subchunks", [False, True])
-def test_a_codec_that_is_not_known_is_refused_by_name(tmp_path: Path, codec: Any, name: str, subchunks: bool) -> None:
+def test_an_unknown_codec_is_refused_by_name(tmp_path: Path, codec: Any, name: str, subchunks: bool) -> None:
     tensor = torch.zeros((2048, 1024) if subchunks else (3, 4))
     zarrckpt.save({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
 
@@ -450,7 +450,7 @@ def test_a_codec_that_is_not_known_is_refused_by_name(tmp_path: Path, codec: Any
         zarrckpt.open(tmp_path / "ck")
 
 
-def test_what_is_too_long_for_the_codecs_is_stored_as_it_is() -> None:
+def test_data_too_long_for_a_codec_is_stored_uncompressed() -> None:
     """Only planned: no test machine has that much memory."""
     node = ArrayNode("a", Grid((2**31,), (2**31,)), by_name("uint8"), compression=Zstd())
     with pytest.raises(CorruptCheckpointError, match="too long to be compressed"):
@@ -460,7 +460,7 @@ def test_what_is_too_long_for_the_codecs_is_stored_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("compression", [Zstd(), Blosc()], ids=["zstd", "blosc"])
-def test_noise_grows_by_little(compression: Compression) -> None:
+def test_compressed_noise_grows_only_slightly(compression: Compression) -> None:
     for count in (1, 3, 100, 4096, 300_001):
         noise = np.random.default_rng(count).integers(0, 256, count, np.uint8)
         stored = np.frombuffer(compression.encode(noise, 1), np.uint8)
@@ -546,7 +546,7 @@ def test_every_reader_reads_every_tensor(tmp_path: Path, option: Any) -> None:
     assert {name: bits(tensor) for name, tensor in targets.items()} == expected
 
 
-def test_what_compresses_well_is_small(tmp_path: Path) -> None:
+def test_compressible_data_is_stored_in_few_bytes(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1024, 1024), "normal": (torch.randn(1024, 1024) * 0.02).bfloat16()}
     plain = zarrckpt.save(state, tmp_path / "plain").nbytes
     small = zarrckpt.save(
@@ -558,7 +558,7 @@ def test_what_compresses_well_is_small(tmp_path: Path) -> None:
     ).nbytes < 0.8 * (2 << 20)
 
 
-def test_overwriting_with_another_compression(tmp_path: Path) -> None:
+def test_overwriting_may_change_the_compression(tmp_path: Path) -> None:
     states = [{"w": torch.full((1000,), float(number))} for number in range(3)]
     for state, option in zip(states, [None, "zstd", None], strict=True):
         zarrckpt.save(state, tmp_path / "ck", overwrite=True, options=zarrckpt.SaveOptions(compression=option))
@@ -570,7 +570,7 @@ def test_overwriting_with_another_compression(tmp_path: Path) -> None:
     assert len(list((tmp_path / "ck").rglob("sizes"))) == 0
 
 
-def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
+def test_compressed_checkpoints_work_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
     """Through an object store's puts and ranged reads, by zarrckpt and by zarr-python."""
     url, options = moto_bucket.url("run"), moto_bucket.storage_options
     state = {"large": torch.randn(2048, 1024) * 0.02, "small": torch.randn(5)}
@@ -586,7 +586,7 @@ def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
     assert found == {name: bits(tensor) for name, tensor in state.items()}
 
 
-def test_portable_dtypes(tmp_path: Path) -> None:
+def test_portable_dtypes_are_compressed(tmp_path: Path) -> None:
     tensor = random_tensor("bfloat16", (300, 20))
     options = zarrckpt.SaveOptions(compression="blosc", portable_dtypes=True)
     zarrckpt.save({"w": tensor}, tmp_path / "ck", options=options)
@@ -643,7 +643,7 @@ def _across_ranks(folder: str) -> tuple[int, ...]:
     return tuple(report.nbytes for report in saves)
 
 
-def test_across_ranks(tmp_path: Path) -> None:
+def test_ranks_compress_their_chunks(tmp_path: Path) -> None:
     """Merged and unmerged chunks, in the background and through DCP. Shared reads fetch the stored bytes."""
     sizes = run_ranks(_across_ranks, str(tmp_path), world_size=4)
     assert len({*sizes}) == 1
@@ -656,7 +656,7 @@ def test_across_ranks(tmp_path: Path) -> None:
         assert nbytes == stored_bytes(tmp_path / where)
 
 
-def test_without_compression_the_libraries_are_not_imported(tmp_path: Path) -> None:
+def test_codecs_are_imported_only_for_compression(tmp_path: Path) -> None:
     code = """
     import sys, torch, zarrckpt
     state = {"w": torch.ones(3)}

@@ -214,7 +214,7 @@ def test_the_table_has_every_name() -> None:
         ("torch.float12", "float32"),
     ],
 )
-def test_a_refusal_says_what_to_save_instead(name: str, next_step: str) -> None:
+def test_a_refusal_names_a_supported_dtype(name: str, next_step: str) -> None:
     with pytest.raises(UnsupportedValueError, match=f"{name}.*{next_step}"):
         by_torch_name(name)
 
@@ -281,12 +281,12 @@ def test_the_plugin_does_not_import_torch(plain_zarr: dict[str, Any]) -> None:
         "zarr.create_group({}).create_array('a', shape=(2,), dtype='bfloat16')",
     ],
 )
-def test_first_calls_that_find_the_plugin(tree: Tree, expression: str) -> None:
+def test_opening_a_group_loads_the_plugin(tree: Tree, expression: str) -> None:
     script = f"import sys, zarr, xarray as xr; url = sys.argv[1]; print({expression}.dtype)"
     assert succeed(script, tree.folder) == "bfloat16"
 
 
-def test_an_array_as_the_very_first_call_needs_a_newer_zarr(tree: Tree) -> None:
+def test_opening_an_array_first_needs_a_newer_zarr(tree: Tree) -> None:
     script = "import sys, zarr; print(zarr.open_array(sys.argv[1], mode='r').dtype)"
     done = in_fresh_process(script, tree.folder / "plain/written/bfloat16")
     if Version(zarr.__version__) >= Version("3.4.1"):
@@ -309,7 +309,7 @@ def ml_values(name: str) -> np.ndarray[Any, Any]:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in equal")
 @every_layout
 @every_ml_dtype
-def test_zarr_writes_what_zarr_and_tensorstore_read(tmp_path: Path, name: str, layout: str) -> None:
+def test_arrays_written_by_zarr_are_read_by_both(tmp_path: Path, name: str, layout: str) -> None:
     values = ml_values(name)
     half = tuple(size // 2 for size in values.shape)
     shards = {"shards": values.shape} if layout == "sharded" else {}
@@ -353,7 +353,7 @@ def test_bfloat16_in_big_endian_chunks(tmp_path: Path) -> None:
 
 
 @every_ml_dtype
-def test_types_without_a_format_2_name_say_so(name: str) -> None:
+def test_types_without_a_format_2_name_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*zarr_format=3"):
         zarr.create_array({}, shape=(2,), dtype=name, zarr_format=2)
 
@@ -389,7 +389,7 @@ def test_a_damaged_fill_value_is_an_error(name: str, bad: object) -> None:
 
 @every_ml_dtype
 @pytest.mark.parametrize("bad", ["zero", None, [1], 1j, object()])
-def test_what_is_no_number_is_no_scalar(name: str, bad: object) -> None:
+def test_objects_that_are_not_numbers_are_refused(name: str, bad: object) -> None:
     with pytest.raises(TypeError, match=name):
         data_type_registry.get(name)().cast_scalar(bad)
 
@@ -405,7 +405,7 @@ def test_each_type_that_zarr_lacks_has_an_entry_point() -> None:
         assert entry.load() is data_type_registry.get(entry.name)
 
 
-def test_the_second_entry_point_gives_zarr_its_own_buffer_back() -> None:
+def test_the_second_entry_point_returns_zarrs_own_buffer() -> None:
     (entry,) = (entry for entry in entry_points(group="zarr.buffer") if entry.dist.name == "zarrckpt")
     assert entry.load() is zarr_dtypes.Buffer is zarr.buffer.cpu.Buffer
 
@@ -424,5 +424,5 @@ print(data_type_registry.contents["float8_e5m2"].__module__)
 """
 
 
-def test_a_type_that_zarr_has_already_is_left_alone() -> None:
+def test_types_that_zarr_already_has_are_not_replaced() -> None:
     assert succeed(TAKEN) == "zarrckpt._read.zarr_dtypes"

@@ -73,7 +73,7 @@ def test_every_dtype_and_shape(tmp_path: Path, portable: bool) -> None:
     assert document["data_type"] == ("uint16" if portable else "bfloat16")
 
 
-def test_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+def test_views_are_saved_by_their_content(tmp_path: Path) -> None:
     real, cplx = torch.randn(6, 8), torch.randn(6, 8, dtype=torch.complex64)
     state = {
         "transposed": real.t(),
@@ -190,7 +190,7 @@ def test_nan_bits(tmp_path: Path) -> None:
         assert np.float64(reader.value(name)).tobytes() == np.float64(expected).tobytes()
 
 
-def test_torch_and_pickle_blobs_hold_what_these_write(tmp_path: Path) -> None:
+def test_torch_and_pickle_blobs_have_their_libraries_bytes(tmp_path: Path) -> None:
     import pickle
 
     pair = (torch.arange(3), "x")
@@ -304,7 +304,7 @@ def _save_sharded(folder: str) -> None:
     zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/merged")
 
 
-def test_shards_are_padded_chunks_and_their_writers_are_known(tmp_path: Path) -> None:
+def test_shards_are_padded_chunks_with_recorded_writers(tmp_path: Path) -> None:
     run_ranks(_save_sharded, str(tmp_path), world_size=2)
     full = torch.arange(35.0).reshape(5, 7)
     merged = Reader(tmp_path / "merged")
@@ -318,7 +318,7 @@ def test_shards_are_padded_chunks_and_their_writers_are_known(tmp_path: Path) ->
     assert reader.own["world_size"] == 2
 
 
-def test_the_reader_sees_damage(tmp_path: Path) -> None:
+def test_the_independent_reader_finds_damage(tmp_path: Path) -> None:
     """The oracle itself must be able to fail."""
     zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=64))
     one, other = tmp_path / "ck/w/c.0.0", tmp_path / "ck/w/c.1.0"
@@ -334,7 +334,7 @@ def test_the_reader_is_independent() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", check=True)
 
 
-def test_the_page_lists_the_library_s_tables() -> None:
+def test_the_page_lists_the_librarys_tables() -> None:
     page = PAGE.read_text()
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEMSIZE
     assert {name: dtype.portable.name for name, dtype in DTYPES.items() if not dtype.core} == PORTABLE

@@ -144,13 +144,13 @@ class PageReader:
         return found
 
 
-def test_there_is_one_of_each_kind() -> None:
+def test_a_golden_checkpoint_of_each_kind_exists() -> None:
     assert {file.stem for file in golden.GOLDEN.glob("*.zip")} == set(golden.CHECKPOINTS) == set(EXPECTED)
     assert {file.stem for file in golden.GOLDEN.glob("*.json")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
+def test_golden_checkpoints_open_load_and_verify(name: str, tmp_path: Path) -> None:
     folder, expected = unpacked(name, tmp_path), EXPECTED[name]
     ckpt = zarrckpt.open(folder, allow_pickle=True)
     assert (ckpt.verify(), ckpt.verify(quick=True)) and not ckpt.verify().damages
@@ -174,23 +174,23 @@ def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> None:
+def test_golden_checkpoints_contain_the_recorded_values(name: str, tmp_path: Path) -> None:
     folder, described = unpacked(name, tmp_path), description(name)
     assert golden.description(folder) == described  # the library finds the same
     tensors, reader = PageReader(folder).tensors(), Reader(folder)
     # A part of a list closes its gaps. Fqns keep the positions.
     expected = flat(EXPECTED[name]) if name != "part" else {}
-    for fqn, said in described["entries"].items():
+    for fqn, recorded in described["entries"].items():
         keys = tuple(key for _, key in reader.keys(fqn))
         assert same(keys, zarrckpt.open(folder).entry(fqn).keys) and ".".join(map(str, keys)) == fqn
-        assert [container for container, _ in reader.keys(fqn)] == said["containers"]
-        assert reader.ranks(fqn) == said.get("ranks", [])
-        if "dtype" in said:
-            assert (said["dtype"], said["shape"], said["sha256"]) == tensors[fqn]
+        assert [container for container, _ in reader.keys(fqn)] == recorded["containers"]
+        assert reader.ranks(fqn) == recorded.get("ranks", [])
+        if "dtype" in recorded:
+            assert (recorded["dtype"], recorded["shape"], recorded["sha256"]) == tensors[fqn]
         if isinstance(value := expected.pop(fqn, None), torch.Tensor):
-            assert said["dtype"] == str(value.dtype).removeprefix("torch.")
-            assert (said["shape"], said["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
-        elif value is not None and "sha256" not in said:
+            assert recorded["dtype"] == str(value.dtype).removeprefix("torch.")
+            assert (recorded["shape"], recorded["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
+        elif value is not None and "sha256" not in recorded:
             assert same(reader.value(fqn), value)
     assert not expected
 
@@ -216,8 +216,8 @@ def test_a_reader_with_another_order_fails(wrong: str | None, tmp_path: Path) ->
     unequal = []
     for name in EXPECTED:
         folder = unpacked(name, tmp_path)
-        said = description(name)["entries"].items()
-        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in said if "dtype" in one}
+        recorded = description(name)["entries"].items()
+        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in recorded if "dtype" in one}
         try:
             if PageReader(folder, *WRONG_ORDERS.get(wrong or "", ())).tensors() != saved:
                 unequal.append(name)
@@ -263,7 +263,7 @@ def _load_on_two_ranks(folder: str) -> dict[str, Any]:
     return whole | {"rng": state["rng"].value, "read": state["read"].value}
 
 
-def test_what_four_ranks_saved_loads_on_two(tmp_path: Path) -> None:
+def test_a_save_of_four_ranks_loads_on_two(tmp_path: Path) -> None:
     for name in ("ranks", "ranks_merged"):
         for rank, loaded in enumerate(run_ranks(_load_on_two_ranks, str(unpacked(name, tmp_path)), world_size=2)):
             rng = {"seed": rank, "state": golden.bits("uint8", (6,), rank)}
@@ -287,7 +287,7 @@ def edited(folder: Path, change: dict[str, Any]) -> Path:
         ({"format": 2, "entries": [], "save_id": 5}, "format 2"),
     ],
 )
-def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_newer_formats_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     folder = edited(unpacked("overwritten", tmp_path), change)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     refused = pytest.raises(UnsupportedFormatError, match=f"{named}.*Upgrade zarrckpt")
@@ -308,11 +308,11 @@ def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def test_the_edit_is_what_is_refused(tmp_path: Path) -> None:
+def test_edited_roots_with_unknown_members_open(tmp_path: Path) -> None:
     assert zarrckpt.open(edited(unpacked("overwritten", tmp_path), {"later": "addition"})).verify()
 
 
-def test_an_existing_one_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_checkpoints_are_never_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(golden.GOLDEN, tmp_path / "golden")
     (tmp_path / "golden/chunks.zip").unlink()
     (tmp_path / "golden/zstd.zip").write_bytes(b"kept")

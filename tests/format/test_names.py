@@ -60,7 +60,7 @@ def test_usual_names_stay_readable() -> None:
     assert escape("a\u3000") == "a=E3=80=80"
 
 
-def test_which_characters_stay() -> None:
+def test_safe_characters_are_kept() -> None:
     for char in map(chr, [*range(0xD800), *range(0xE000, 0x10100)]):
         plain = char.isalnum() or char in "._-" if char.isascii() else char not in "\ufeff\ufffe\uffff"
         stays = plain and not char.isspace() and not "\x80" <= char <= "\x9f"
@@ -82,7 +82,7 @@ def test_escaped_names_hold_nothing_refused(name: str) -> None:
 
 @given(ANY_TEXT)
 @settings(deadline=None)
-def test_urls_take_escaped_names_for_names(name: str) -> None:
+def test_urls_do_not_change_escaped_names(name: str) -> None:
     """They stay the same if decoded any number of times, and all of them belongs to the path."""
     escaped = escape(name)
     assert "%" not in escaped
@@ -167,14 +167,14 @@ def test_unique_paths() -> None:
         (("optim", "1", "exp_avg", "deep"), ("optim", 1)),
     ],
 )
-def test_clashes_name_both(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> None:
+def test_clashing_names_are_both_named(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> None:
     with pytest.raises(UnsupportedValueError) as caught:
         unique_paths([("optim", "2"), one, ("model",), other])
     assert repr(list(one)) in str(caught.value)
     assert repr(list(other)) in str(caught.value)
 
 
-def test_good_paths() -> None:
+def test_valid_paths_are_accepted() -> None:
     for path in (
         "a",
         "model/layers.0.weight",
@@ -196,7 +196,7 @@ BAD_PATHS = [
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
-def test_bad_paths(path: str) -> None:
+def test_invalid_paths_are_refused(path: str) -> None:
     with pytest.raises(CorruptCheckpointError):
         check_paths(["a", path], "root")
 

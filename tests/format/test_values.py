@@ -244,7 +244,7 @@ def max_nesting(text: str) -> int:
     return deepest
 
 
-def test_values_that_refer_to_themselves() -> None:
+def test_values_that_contain_themselves_are_refused() -> None:
     loop: list[Any] = [1]
     loop.append({"again": (loop,)})
     assert encode_json(loop) is NOT_JSON
@@ -300,7 +300,7 @@ def test_malformed_json_values(text: str) -> None:
             decode_blob("some_key", "tree", None, tree(wrapped.encode()))
 
 
-def test_what_no_json_parser_returns() -> None:
+def test_objects_that_no_json_parser_returns_are_refused() -> None:
     for found in (object(), b"x", (1,), math.nan, 10**5000, {1: 2}, {"a": {1}}, {None: 0, "b": 1}):
         with pytest.raises(CorruptCheckpointError):
             decode_json(found)
@@ -472,7 +472,7 @@ def test_types_of_ml_dtypes_need_no_pickle(name: str) -> None:
     ],
     ids=lambda value: f"{type(value).__name__}-{value.dtype}"[:40],
 )
-def test_arrays_that_npy_cannot_tell(value: Any) -> None:
+def test_arrays_that_npy_cannot_represent_are_pickled(value: Any) -> None:
     with pytest.warns(UserWarning, match="some_key"):
         restored = through_blob(value, "pickle", allow_pickle=True)
     assert type(restored) is type(value) and restored.dtype == value.dtype
@@ -481,7 +481,7 @@ def test_arrays_that_npy_cannot_tell(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.str_("a\0"), np.bytes_(b"\0\0")], ids=["str", "bytes"])
 @pytest.mark.parametrize("inside", [lambda value: value, lambda value: {"a": [value]}], ids=["alone", "in-a-dict"])
-def test_numpy_strings_that_no_encoding_keeps_are_refused(value: Any, inside: Any) -> None:
+def test_numpy_strings_that_end_in_nulls_are_refused(value: Any, inside: Any) -> None:
     assert pickle.loads(pickle.dumps(value)) != value
     with pytest.raises(UnsupportedValueError, match="'some_key'"):
         encode_blob("some_key", inside(value))
@@ -521,7 +521,7 @@ def test_rng_states_need_no_pickle() -> None:
             assert same(source.random(9), target.random(9))
 
 
-def test_tree_bytes_are_what_the_page_says() -> None:
+def test_tree_bytes_follow_the_format_page() -> None:
     """Decode with a reader written from the description alone."""
     value = {"step": 3, "buffer": io.BytesIO(b"abc"), "items": (np.arange(4, dtype=np.int16), [b"xy", b""])}
     blob = encode_blob("k", value)
@@ -745,7 +745,7 @@ def test_compressed_torch_archives_are_refused() -> None:
         decode_blob("k", "torch", "builtins.tuple", packed.getvalue())
 
 
-def test_safe_even_where_the_environment_asks_for_unsafe_loads(
+def test_loads_are_safe_despite_torchs_environment_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -806,7 +806,7 @@ def test_find_tensors() -> None:
     assert {id(tensor) for tensor in find_tensors(module)} == {id(module.weight), id(module.bias)}
 
 
-def test_classes_that_only_this_process_allows() -> None:
+def test_classes_that_this_process_allows_are_unsafe_elsewhere() -> None:
     with torch.serialization.safe_globals([Config]):
         blob = encode_blob("cfg", Config(3))
         assert (blob.encoding, blob.kind) == ("torch", f"{__name__}.Config")
@@ -834,7 +834,7 @@ try:
 except CheckpointError as err:
     assert not isinstance(err, (CorruptCheckpointError, UnsafeValueError)), err
     assert "zarrckpt[torch]" in str(err) and "'k'" in str(err)
-    print("told")
+    print("printed")
 """
 
 
@@ -848,7 +848,7 @@ def test_without_torch() -> None:
         env=environment,
         check=False,
     )
-    assert done.stdout == b"told\n", done.stderr.decode()
+    assert done.stdout == b"printed\n", done.stderr.decode()
 
 
 # Pickle -----------------------------------------------------------------------------------------------------
@@ -882,13 +882,13 @@ def test_pickle(value: Any) -> None:
     assert same(decode_blob("opt.cfg", "pickle", blob.kind, blob.payload, allow_pickle=True), value)
 
 
-def test_the_warning_points_at_the_caller() -> None:
+def test_the_pickle_warning_points_at_the_caller() -> None:
     with pytest.warns(UserWarning) as caught:
         encode_blob("k", Config())
     assert caught[0].filename == __file__
 
 
-def test_what_cannot_be_saved() -> None:
+def test_unsupported_values_are_refused() -> None:
     closed = io.BytesIO()
     closed.close()
     deep: list[Any] = []

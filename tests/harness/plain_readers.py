@@ -1,4 +1,4 @@
-"""Other libraries reading a checkpoint, in a process that imports zarr and xarray and nothing of this package.
+"""Other libraries reading a checkpoint, in a process that imports zarr and xarray but not this package.
 
 Run as ``python plain_readers.py <out> <json of [[function, arguments], ...]>``. The results are pickled into ``out``.
 Most functions return path -> (name of the data type, shape, elements as bytes in C order).

@@ -1,4 +1,4 @@
-"""A process of a training run with Accelerate: prints what it has seen, as a line of JSON for each step.
+"""A process of a training run with Accelerate. It prints a line of JSON for each step.
 
 python accelerate_run.py '{"url": ..., "steps": 8, ...}'
 """
@@ -24,7 +24,7 @@ from zarrckpt.integrations.accelerate import load_state, restoring, save_state, 
 
 
 class Ema:
-    """A registered object that is not torch's: its state grows, and holds tensors and values."""
+    """A registered object of a class outside torch, whose state grows and has tensors and values."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -43,63 +43,63 @@ class Ema:
         self.state = state
 
 
-def accelerator_of(way: dict[str, Any]) -> Accelerator:
+def accelerator_of(fields: dict[str, Any]) -> Accelerator:
     plugin = None
-    if way.get("fsdp2"):
+    if fields.get("fsdp2"):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
         )
     data = DataLoaderConfiguration(
         use_seedable_sampler=True,
-        use_stateful_dataloader=way.get("stateful", False),
+        use_stateful_dataloader=fields.get("stateful", False),
         split_batches=True,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, dataloader_config=data, step_scheduler_with_optimizer=False)
     if plugin is not None:
-        # Accelerate takes its own way with FSDP2 only on accelerators; it goes as well on the CPU.
+        # Accelerate uses FSDP2 only on accelerators, but its code also runs on the CPU.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
 
 
-def train(way: dict[str, Any]) -> None:
-    accelerator = accelerator_of(way)
-    set_seed(way.get("seed", 0), device_specific=True)
-    torch.manual_seed(way.get("seed", 0))
+def train(fields: dict[str, Any]) -> None:
+    accelerator = accelerator_of(fields)
+    set_seed(fields.get("seed", 0), device_specific=True)
+    torch.manual_seed(fields.get("seed", 0))
     model = torch.nn.Sequential(
-        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(way.get("dropout", 0.25)), torch.nn.Linear(16, 1)
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(fields.get("dropout", 0.25)), torch.nn.Linear(16, 1)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
     samples = torch.randn(32, 6, generator=torch.Generator().manual_seed(7))
-    # With a generator of its own, a loader that begins in the middle of an epoch draws nothing from torch's.
+    # A loader with a separate generator draws no numbers from torch's if it begins in the middle of an epoch.
     loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    torch.manual_seed(100 * way.get("seed", 0) + accelerator.process_index)  # dropout of each rank
+    torch.manual_seed(100 * fields.get("seed", 0) + accelerator.process_index)  # dropout of each rank
     ema = Ema()
     accelerator.register_for_checkpointing(ema)
-    if way.get("scaler"):
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + way.get("seed", 0)))
-    if way.get("hooks"):
+    if fields.get("scaler"):
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + fields.get("seed", 0)))
+    if fields.get("hooks"):
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: write(accelerator, models, folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: read(accelerator, folder))
 
     manager = None
     step = 0
-    if way.get("manager"):
-        manager = zarrckpt.CheckpointManager(way["url"], save_every=2, keep=zarrckpt.Keep(newest=2), background=True)
+    if fields.get("manager"):
+        manager = zarrckpt.CheckpointManager(fields["url"], save_every=2, keep=zarrckpt.Keep(newest=2), background=True)
         with restoring(accelerator) as target:
             step = manager.restore(target) or 0
         state = state_of(accelerator)
-    elif url := zarrckpt.latest(way["url"]):
+    elif url := zarrckpt.latest(fields["url"]):
         step = int(url.rsplit("-", 1)[1])
-        load_state(accelerator, url, dataloaders=way.get("dataloaders", True))
+        load_state(accelerator, url, dataloaders=fields.get("dataloaders", True))
     say(accelerator, restored=step, **seen(accelerator, ema))
-    while step < way["steps"]:
-        if not way.get("stateful"):
+    while step < fields["steps"]:
+        if not fields.get("stateful"):
             loader.set_epoch(step // 4)
         batches = loader
-        if step % 4 and not way.get("stateful"):  # four batches are an epoch
+        if step % 4 and not fields.get("stateful"):  # four batches are an epoch
             batches = accelerator.skip_first_batches(loader, step % 4)
             batches.set_epoch(step // 4)  # Accelerate before 1.15 begins with the order of epoch 0
         for batch in batches:
@@ -117,10 +117,10 @@ def train(way: dict[str, Any]) -> None:
             if manager is not None:
                 manager.step(step, state, metrics={"loss": loss})
             elif step % 2 == 0:
-                save_state(accelerator, f"{way['url']}/step-{step}", background=way.get("background", False))
-            if step == way.get("kill_at"):
+                save_state(accelerator, f"{fields['url']}/step-{step}", background=fields.get("background", False))
+            if step == fields.get("kill_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if step == way["steps"]:
+            if step == fields["steps"]:
                 break
     if manager is not None:
         manager.close()
@@ -128,7 +128,7 @@ def train(way: dict[str, Any]) -> None:
 
 
 def seen(accelerator: Accelerator, ema: Ema) -> dict[str, Any]:
-    """What the accelerator keeps, as text: equal where it is bit for bit the same."""
+    """Return the accelerator's state as text, which is equal only if the state is equal bit for bit."""
     optimizer = accelerator._optimizers[0].optimizer
     moments = [
         (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).tolist()

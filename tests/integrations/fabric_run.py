@@ -1,4 +1,4 @@
-"""A tiny model in Lightning's Fabric: what the tests call on their ranks."""
+"""A tiny model in Lightning's Fabric: functions that the tests call on their ranks."""
 
 from __future__ import annotations
 

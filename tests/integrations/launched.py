@@ -1,4 +1,4 @@
-"""Starts a test's script in processes of its own."""
+"""Run a test's script in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     torchrun: bool | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on so many processes, by torchrun where there are several (or as ``torchrun`` says)."""
+    """Run a script in ``ranks`` processes. ``torchrun`` defaults to True for more than one."""
     command = [sys.executable, str(script), *arguments]
     if ranks > 1 if torchrun is None else torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -31,6 +31,6 @@ def launch(
 
 
 def rows_in(output: str) -> list[dict[str, Any]]:
-    """What the processes have printed as lines of JSON, by rank; those of a rank are in its order."""
+    """Return the lines of JSON that the processes printed, sorted by rank, in order within a rank."""
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return sorted(rows, key=lambda row: row["rank"])

@@ -1,6 +1,6 @@
-"""Train a tiny model with Lightning: what the tests call on their ranks, and a script for runs that are killed.
+"""Train a tiny model with Lightning: functions that the tests call on their ranks, and a script for killed runs.
 
-``python lightning_run.py '{"folder": "s3://bucket/run", ...}'``, the fields of Run.
+``python lightning_run.py '{"folder": "s3://bucket/run", ...}'``, with the fields of Run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DATA = torch.randn(32, 8, generator=torch.Generator().manual_seed(5))
 
 @dataclass
 class Run:
-    """What a test asks for."""
+    """Settings of a run."""
 
     folder: str
-    """Of the checkpoints."""
+    """Folder of the checkpoints."""
     strategy: str = "auto"
     """``auto``, ``ddp``, ``fsdp2``, ``fsdp1`` or ``tp``."""
     epochs: int = 4
@@ -55,18 +55,18 @@ class Run:
     background: bool = False
     allow_pickle: bool = False
     plain: bool = False
-    """With Lightning's own plugin, strategy and ModelCheckpoint."""
+    """Whether to use Lightning's own plugin, strategy and ModelCheckpoint."""
     top_k: int = 1
     save_last: Any = True
     leave_out: str | None = None
-    """What begins with this is not saved of the model."""
+    """Entries of the model with this prefix are not saved."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     average: bool = False
-    """Validate with an average of the weights, which is a part of the module."""
+    """Whether to validate with an average of the weights, which is a part of the module."""
 
 
 class Tiny(LightningModule):
-    """Two layers, as the strategy wants them."""
+    """Two layers, sharded for the strategy."""
 
     def __init__(
         self, strategy: str, hyperparameters: dict[str, Any], leave_out: str | None = None, average: bool = False
@@ -84,7 +84,7 @@ class Tiny(LightningModule):
             return
         torch.manual_seed(1)
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3, bias=False))
-        if self.averages:  # before the network is sharded: FSDP2 copies no sharded one
+        if self.averages:  # before the network is sharded: FSDP2 cannot copy a sharded one
             self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         if self.strategy == "fsdp2":
             for net in [self.net, *([self.average.module] if self.averages else [])]:
@@ -115,7 +115,7 @@ class Tiny(LightningModule):
 
 
 class OnCpu(plugin.ZarrFSDPStrategy):
-    """Wraps the module as Lightning does, but for the device: torch takes the CPU only where it is named."""
+    """Wrap the module as Lightning does, but with the device CPU, which torch uses only if it is passed."""
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         return FullyShardedDataParallel(
@@ -129,7 +129,7 @@ class OnCpu(plugin.ZarrFSDPStrategy):
 
 
 class Watch(Callback):
-    """Notes losses, looks at what came back, and dies on request. Its own state comes back, too."""
+    """Callback that records losses and the restored state, and kills the process on request. It has a state, too."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -161,7 +161,7 @@ class Watch(Callback):
 
 
 def restored_state(trainer: Trainer) -> dict[str, Any]:
-    """Weights and moments as they are now, whole, by the names that all strategies share; gathered by torch."""
+    """Return the whole weights and moments, gathered by torch, by the names that all strategies share."""
     assert trainer.model is not None
     options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(trainer.model, options=options)
@@ -171,7 +171,7 @@ def restored_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def saved_state(url: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same, as the checkpoint has it, or the file that Lightning has saved by itself."""
+    """Return the same from the checkpoint, or from a file that Lightning saved without this package."""
     found = torch.load(url) if os.path.isfile(url) else zarrckpt.open(url, storage_options=options).load()
     if "optimizer_0" in found:
         state = found["optimizer_0"]["state"]
@@ -191,7 +191,7 @@ def strategy_of(run: Run) -> Any:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """One fit. Returns what the tests look at."""
+    """Run one fit. Return the values that the tests compare."""
     torch.manual_seed(0)
     kind = ModelCheckpoint if run.plain else plugin.ZarrModelCheckpoint
     checkpoints = kind(run.folder, save_top_k=run.top_k, monitor="val_loss", save_last=run.save_last)
@@ -227,7 +227,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def train_on_ranks(fields: dict[str, Any]) -> dict[str, Any]:
-    """:func:`train` in a process that ``ranks.run_ranks`` has started."""
+    """Call :func:`train` in a process that ``ranks.run_ranks`` started."""
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests"}
     return train(Run(world=int(os.environ["WORLD_SIZE"]), **fields))
 

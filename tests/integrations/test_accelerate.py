@@ -1,4 +1,4 @@
-"""Runs with Accelerate that are killed and go on; what an accelerator keeps; what is refused."""
+"""Runs with Accelerate that are killed and resumed, the state of an accelerator, and wrong use."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from zarrckpt.integrations.accelerate import load_state, restoring, save_state, 
 SCRIPT = Path(__file__).with_name("accelerate_run.py")
 
 
-def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
-    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=120, env=env)
+def run(ranks: int, env: dict[str, str] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """Return the script's output on these ranks, by rank and in order. It may kill itself if the fields request it."""
+    done = launch(SCRIPT, json.dumps(fields), ranks=ranks, timeout=120, env=env)
     killed = done.returncode == -signal.SIGKILL if ranks == 1 else "SIGKILL" in done.stderr
-    assert killed if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+    assert killed if "kill_at" in fields else done.returncode == 0, done.stderr[-4000:]
     return rows_in(done.stdout)
 
 
-WAYS = {
+CASES = {
     "alone": (1, {"scaler": True, "hooks": True}),
     "ddp with a manager": (2, {"manager": True, "stateful": find_spec("torchdata") is not None}),
     "fsdp2 in the background": (2, {"fsdp2": True, "hooks": True, "background": True}),
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path, moto_bucket: Any) -> None:
-    ranks, way = WAYS[name]
-    # On S3, but for the one whose kill may come amid a save.
-    local = "background" in way
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_run_resumes_bit_for_bit(name: str, tmp_path: Path, moto_bucket: Any) -> None:
+    ranks, fields = CASES[name]
+    # Runs are on S3, except those that may be killed during a save.
+    local = "background" in fields
     url, env = (str(tmp_path), {}) if local else (moto_bucket.url("run"), moto_bucket.environment)
     options = None if local else moto_bucket.storage_options
-    killed = run(ranks, env, url=url, steps=99, kill_at=9, **way)
-    # From further back there is more to compare.
+    killed = run(ranks, env, url=url, steps=99, kill_at=9, **fields)
+    # An older checkpoint leaves more steps to compare.
     newest = zarrckpt.latest(url, storage_options=options)
     assert newest is not None and newest[-1] in "68"
     if newest[-1] == "8":
         zarrckpt.remove(newest, storage_options=options)
-    # Another seed: whatever does not come from the checkpoint is another.
-    resumed = run(ranks, env, url=url, steps=9, seed=1, **way)
+    # With another seed, all state that is not from the checkpoint differs.
+    resumed = run(ranks, env, url=url, steps=9, seed=1, **fields)
 
     assert [row["restored"] for row in resumed if "restored" in row] == [6] * ranks
     assert [row for row in resumed if "step" in row] == [row for row in killed if row.get("step", 0) > 6]
-    assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in way)
+    assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in fields)
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path) -> None:
-    way = {"url": str(tmp_path), "dropout": 0.0}
-    whole = {row["step"]: row for row in run(1, steps=8, **way) if "step" in row}
+def test_a_run_resumes_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    fields = {"url": str(tmp_path), "dropout": 0.0}
+    whole = {row["step"]: row for row in run(1, steps=8, **fields) if "step" in row}
     for step in (8, 6, 4):
         zarrckpt.remove(str(tmp_path / f"step-{step}"))
     before = whole[2]
     for ranks, steps, more in [(2, 4, {"fsdp2": True}), (4, 6, {"fsdp2": True}), (1, 8, {"seed": 1})]:
-        rows = run(ranks, steps=steps, **way, **more)
+        rows = run(ranks, steps=steps, **fields, **more)
         restored = [row for row in rows if "restored" in row]
         assert [row["restored"] for row in restored] == [steps - 2] * ranks
         # All moments, bit for bit.
@@ -90,7 +90,7 @@ def _a_fresh_accelerator() -> Iterator[None]:
 
 
 class Holder:
-    """A registered object that gives whatever it is told to."""
+    """A registered object that returns a given state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -113,7 +113,7 @@ def accelerator_with(*custom: Any) -> tuple[Accelerator, torch.nn.Module]:
     return accelerator, model
 
 
-def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_allowed(tmp_path: Path) -> None:
+def test_objects_that_need_pickle_are_named_at_the_save(tmp_path: Path) -> None:
     state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}, "end": (1, signal.SIGTERM)}
     holder = Holder(state)
     accelerator, _ = accelerator_with(holder)
@@ -134,7 +134,7 @@ def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_a
     assert holder.state == state and type(holder.state["seen"]) is Counter
 
 
-def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(tmp_path: Path) -> None:
+def test_extra_state_that_is_not_data_is_named_at_the_save(tmp_path: Path) -> None:
     class Extra(torch.nn.Linear):
         def get_extra_state(self) -> Any:
             return {"made": Path("x")}
@@ -150,7 +150,7 @@ def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(
     assert "optimizer.param_groups.0.hook" in str(err.value)
 
 
-def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:
+def test_registered_objects_get_their_saved_state(tmp_path: Path) -> None:
     module, growing = torch.nn.Linear(2, 2), Holder({"losses": {"1": 0.5}, "shadow": {"w": torch.ones(2)}, "none": {}})
     unused = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(module.parameters()), [1, 2])
     own = Holder({"own": zarrckpt.PerRank({"n": 1})})
@@ -176,7 +176,7 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
 
 
-def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
+def test_the_project_configuration_sets_names_and_limit(moto_bucket: Any) -> None:
     options = moto_bucket.storage_options
     accelerator, model = accelerator_with()
     with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
@@ -190,7 +190,7 @@ def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
     for _ in range(3):
         save_state(accelerator, storage_options=options)
     expected = model.weight.detach().clone()
-    # Those before stay until this one is committed.
+    # Earlier checkpoints stay until this one is committed.
     save_state(accelerator, storage_options=options, background=True).result()
     with torch.no_grad():
         model.weight.zero_()
@@ -203,7 +203,7 @@ def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
         zarrckpt.open(f"{url}/checkpoints/checkpoint_0", storage_options=options)
 
 
-def test_the_projects_folder_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_projects_folder_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     accelerator, _ = accelerator_with()
     in_memory = f"memory://{tmp_path.name}"
@@ -222,7 +222,7 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     second(first(torch.ones(2))).sum().backward()
     both.step()
     save_state(accelerator, str(tmp_path / "a"))
-    # Its own counts are of micro-batches and saves, and no step of the training.
+    # Accelerate counts micro-batches and saves, not steps of the training.
     assert zarrckpt.open(tmp_path / "a").info.step is None
     save_state(accelerator, str(tmp_path / "b"), metadata={"step": 7})
     assert zarrckpt.open(tmp_path / "b").info.step == 7
@@ -233,7 +233,7 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     assert {"model", "optimizer", "optimizer_1"} <= {*zarrckpt.open(str(tmp_path / "a")).load()}
 
 
-def test_other_objects_than_at_the_save_are_an_error(tmp_path: Path) -> None:
+def test_a_load_with_other_objects_is_an_error(tmp_path: Path) -> None:
     accelerator, _ = accelerator_with(Holder({"a": 1}), Holder({"b": 2}))
     save_state(accelerator, str(tmp_path / "a"))
     accelerator._custom_objects.pop()
@@ -253,7 +253,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
     save_state(accelerator, str(tmp_path / "b"), background=True).result()
 
 
-def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_generators_are_restored_on_fewer_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.tensor([1]), torch.tensor([2])]
     restored: dict[int, int] = {}
     devices = SimpleNamespace(
@@ -273,7 +273,7 @@ def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monke
 
 def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _ = accelerator_with()
-    with restoring(accelerator):  # nothing is loaded: nothing is taken
+    with restoring(accelerator):  # no load, so the accelerator is unchanged
         pass
     save_state(accelerator, str(tmp_path / "a"))
     with pytest.raises(zarrckpt.UnsupportedValueError, match="restoring"):

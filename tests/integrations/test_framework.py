@@ -10,7 +10,7 @@ from zarrckpt.integrations import _framework
 @pytest.mark.parametrize(
     ("found", "passes"), [("2.6", True), ("2.6.6", True), ("2.6.0rc1", True), ("2.7.0.dev1", False), ("2.5.9", False)]
 )
-def test_versions_that_were_not_tested_are_refused_unless_asked_for(
+def test_untested_versions_are_refused_unless_allowed(
     found: str, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_framework.metadata, "version", lambda _: found)
@@ -23,6 +23,6 @@ def test_versions_that_were_not_tested_are_refused_unless_asked_for(
     _framework.require("lightning", "2.6", "2.7", "lightning")
 
 
-def test_a_framework_that_is_missing_is_named_with_the_command_that_brings_it() -> None:
+def test_a_missing_framework_is_named_with_the_install_command() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"zarrckpt\[transformers\]"):
         _framework.require("no-such-distribution", "1", "2", "transformers")

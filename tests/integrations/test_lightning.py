@@ -46,7 +46,7 @@ def fit(world: int, env: dict[str, str] | None = None, **fields: Any) -> list[di
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Weights and moments, bit for bit."""
+    """Compare weights and moments bit for bit."""
     for kind in ("weights", "moments"):
         assert one[kind].keys() == other[kind].keys()
         assert all(torch.equal(value, other[kind][name]) for name, value in one[kind].items())
@@ -54,7 +54,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, str]) -> int:
-    """Run the script in processes of its own; returns the exit status."""
+    """Run the script in separate processes. Return the exit status."""
     torchrun, arguments = fields["strategy"] != "auto", (json.dumps(fields), str(result))
     return launch(
         HERE / "lightning_run.py", *arguments, ranks=world, timeout=100, env=env, torchrun=torchrun
@@ -64,10 +64,13 @@ def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, s
 @pytest.mark.parametrize(
     ("strategy", "killed_on", "loaded_on", "background"), [("auto", 1, 1, False), ("fsdp2", 2, 1, True)]
 )
-def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
+def test_a_killed_run_on_s3_resumes_from_last_bit_for_bit(
     strategy: str, killed_on: int, loaded_on: int, background: bool, tmp_path: Path, moto_bucket: S3Place
 ) -> None:
-    """Killed in the third epoch. On as many processes, bit for bit. In the background: with a sharded average, too."""
+    """Kill it in the third epoch, resume on the same number of processes, and compare bit for bit.
+
+    With saves in the background, the model has a sharded average, too.
+    """
     env, log, result = moto_bucket.environment, tmp_path / "losses", tmp_path / "result"
     (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3, average=background)
     fields = {"folder": moto_bucket.url("run"), "strategy": strategy, "background": background, "log": str(log)}
@@ -86,18 +89,18 @@ def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
     for step, loss in losses:
         same = killed_on == loaded_on or step < first
         assert loss == (whole["losses"][step] if same else pytest.approx(whole["losses"][step], rel=1e-4))
-    told = json.loads(result.read_text())
-    assert told["resumed_from"] == f"{moto_bucket.url('run')}/last.ckpt/zarr.json"
-    assert told["seen"] == 12 and told["lr"] == whole["lr"]
-    assert told["stopping"] == pytest.approx(whole["stopping"], rel=1e-4)
-    assert told["best"] == f"{moto_bucket.url('run')}/epoch=2-step=12.ckpt"
+    printed = json.loads(result.read_text())
+    assert printed["resumed_from"] == f"{moto_bucket.url('run')}/last.ckpt/zarr.json"
+    assert printed["seen"] == 12 and printed["lr"] == whole["lr"]
+    assert printed["stopping"] == pytest.approx(whole["stopping"], rel=1e-4)
+    assert printed["best"] == f"{moto_bucket.url('run')}/epoch=2-step=12.ckpt"
 
 
 def test_all_that_lightning_keeps_comes_back_and_superfluous_checkpoints_go(tmp_path: Path) -> None:
     run, env = str(tmp_path / "run"), {}
     (whole,) = fit(1, env, folder=str(tmp_path / "whole"), top_k=2)
     (first,) = fit(1, env, folder=run, epochs=2, top_k=2, resume="last")
-    assert first["resumed_from"] is None  # there was none
+    assert first["resumed_from"] is None  # there was no checkpoint
     (again,) = fit(1, env, folder=run, top_k=2, resume="last")
     assert again["resumed_from"] == f"{run}/last.ckpt"
     assert {**first["losses"], **again["losses"]} == whole["losses"]
@@ -116,9 +119,7 @@ def test_all_that_lightning_keeps_comes_back_and_superfluous_checkpoints_go(tmp_
     ("strategy", "saved_on", "loaded_on"),
     [("fsdp2", 2, 2), ("fsdp2", 2, 1), ("fsdp2", 2, 4), ("fsdp2", 1, 2), ("fsdp1", 2, 1), ("ddp", 2, 2), ("tp", 2, 1)],
 )
-def test_any_number_of_processes_goes_on_with_every_moment(
-    strategy: str, saved_on: int, loaded_on: int, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_any_number_of_processes(strategy: str, saved_on: int, loaded_on: int, tmp_path: Path) -> None:
     (whole, *_) = fit(saved_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3)
     fit(saved_on, folder=str(tmp_path / "run"), strategy=strategy, epochs=2, background=True)
     saved = saved_state(f"{tmp_path}/run/last.ckpt")
@@ -140,7 +141,7 @@ def test_any_number_of_processes_goes_on_with_every_moment(
         ("fsdp1", (2, 1), "auto"),
     ],
 )
-def test_one_strategy_goes_on_where_another_was(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_strategy(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
     fit(worlds[0], folder=str(tmp_path), strategy=one, epochs=2)
     saved = saved_state(f"{tmp_path}/last.ckpt")
     for result in fit(worlds[1], folder=str(tmp_path), strategy=other, resume=f"{tmp_path}/last.ckpt"):
@@ -148,14 +149,14 @@ def test_one_strategy_goes_on_where_another_was(one: str, worlds: tuple[int, int
         assert [*result["losses"]] == [*range(9, 17)] and result["seen"] == 16
 
 
-def test_fsdp1_refuses_optimizers_of_ddp_and_takes_none_of_its_parts(tmp_path: Path) -> None:
+def test_fsdp1_refuses_optimizer_state_of_ddp(tmp_path: Path) -> None:
     fit(2, folder=str(tmp_path), strategy="ddp", epochs=1)
     fields = {"folder": str(tmp_path), "strategy": "fsdp1", "resume": "last"}
     assert "FSDP2" in all_ranks_raise(zarrckpt.UnsupportedLayoutError, train_on_ranks, fields, world_size=2)
 
 
-def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -> None:
-    """On all ranks, at the first save, and nothing is written. Pickles are only written where they are asked for."""
+def test_hyperparameters_that_need_pickle_are_named_at_the_save(tmp_path: Path) -> None:
+    """The error is raised on all ranks at the first save, before a write. Pickles are written only if allowed."""
     hyperparameters = {"width": 16, "path": Path("data"), "nested": {"loss": torch.nn.MSELoss()}}
     with pytest.raises(
         RankError, match=r"'hyper_parameters.hyperparameters.path' is or has a pathlib.PosixPath"
@@ -189,7 +190,7 @@ def test_hyperparameters_of_omegaconf_are_kept_as_data(of: str, tmp_path: Path) 
     assert omegaconf.OmegaConf.create(loaded[f"{of}hyper_parameters"]) == config
 
 
-def test_a_background_save_that_fails_is_raised_and_what_it_would_replace_stays(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_raised_and_replaces_nothing(tmp_path: Path) -> None:
     io = ZarrCheckpointIO(background=True)
     old, new, foreign = (str(tmp_path / name) for name in ("old.ckpt", "new.ckpt", "foreign.ckpt"))
     io.save_checkpoint({"w": torch.ones(3)}, old)
@@ -208,7 +209,7 @@ def test_a_background_save_that_fails_is_raised_and_what_it_would_replace_stays(
     io.teardown()
 
 
-def test_what_cannot_be_removed_stays_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_removed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     io, url = ZarrCheckpointIO(), str(tmp_path / "a.ckpt")
     io.save_checkpoint({"epoch": 1}, url)
     pin = zarrckpt.pin(url, "needed")
@@ -216,11 +217,11 @@ def test_what_cannot_be_removed_stays_and_is_logged(tmp_path: Path, caplog: pyte
     assert "CheckpointPinnedError" in caplog.text and io.load_checkpoint(url) == {"epoch": 1}
     zarrckpt.unpin(url, pin)
     io.remove_checkpoint(url)
-    io.remove_checkpoint(url)  # as OnExceptionCheckpoint does where it has saved nothing
+    io.remove_checkpoint(url)  # like OnExceptionCheckpoint if it has saved no checkpoint
     assert not os.path.exists(url)
 
 
-def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
+def test_last_is_found_in_object_stores_past_unfinished_saves(
     tmp_path: Path, moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in moto_bucket.environment.items():
@@ -238,11 +239,11 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
         assert found._find_last_checkpoints(trainer) == {path}
         assert found.file_exists(f"{folder}/last.ckpt", trainer)
         assert not found.file_exists(f"{folder}/last-v1.ckpt", trainer)  # the next save there cleans up
-    # Why there is a class of our own: when this fails, Lightning's does as well.
+    # The reason for this class: if this assertion fails, Lightning's own class would do.
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
 
 
-def test_folders_and_checkpoints_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_and_checkpoints_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
@@ -263,12 +264,12 @@ def test_folders_and_checkpoints_may_be_any_place(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("averaging", ["ema", "swa"])
-def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Path) -> None:
-    """EMA amid an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
+def test_averages_of_weights_are_restored_bit_for_bit(averaging: str, tmp_path: Path) -> None:
+    """EMA within an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
     amid = averaging == "ema"
 
     class Broken(Callback):
-        """Breaks a run off after the seventh batch, or before the fourth epoch."""
+        """Callback that ends a run by an error after the seventh batch, or before the fourth epoch."""
 
         def __init__(self) -> None:
             self.losses: dict[tuple[int, int], float] = {}
@@ -325,8 +326,8 @@ def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named
 @pytest.mark.parametrize(
     ("one", "worlds", "other"), [("auto", (1, 1), "auto"), ("auto", (1, 2), "fsdp2"), ("fsdp2", (2, 2), "fsdp2")]
 )
-def test_a_run_of_lightning_alone_goes_on_here(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
-    """From its file, or its folder of a sharded model; which retention then takes for what they are."""
+def test_a_run_that_lightning_began_resumes(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
+    """Resume from Lightning's file, or its folder of a sharded model. Retention then counts them as checkpoints."""
     run = tmp_path / "run"
     (whole, *_) = fit(worlds[0], folder=str(tmp_path / "whole"), strategy=one)
     (first, *_) = fit(worlds[0], folder=str(run), strategy=one, epochs=2, plain=True, top_k=2)
@@ -345,7 +346,7 @@ def test_a_run_of_lightning_alone_goes_on_here(one: str, worlds: tuple[int, int]
     assert zarrckpt.open(f"{run}/last.ckpt").metadata["step"] == 16
 
 
-def test_a_link_to_the_last_checkpoint_leads_to_a_whole_one_and_goes_alone(tmp_path: Path) -> None:
+def test_a_link_to_the_last_checkpoint_is_valid_and_removed_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for epochs, background in [(2, False), (4, True)]:
         fit(1, folder=str(run), epochs=epochs, background=background, save_last="link", resume="last")
@@ -361,10 +362,10 @@ def test_a_link_to_the_last_checkpoint_leads_to_a_whole_one_and_goes_alone(tmp_p
     assert not os.path.lexists(link) and io.load_checkpoint(led_to)["epoch"] == 3
 
 
-def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
+def test_the_source_run_of_another_run_stays_whole(
     moto_bucket: S3Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And who uses Lightning's own ModelCheckpoint there is told of it at the first save, which changes over."""
+    """With Lightning's own ModelCheckpoint, the first save warns and uses this package's class instead."""
     for name, value in moto_bucket.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -390,7 +391,7 @@ def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
 
 
 def test_stored_paths_of_checkpoints_elsewhere_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning deletes and opens what a ModelCheckpoint's state names."""
+    """Lightning would delete and open the paths in a ModelCheckpoint's state."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     run, victim, io = str(tmp_path / "run"), "memory://victim/last.ckpt", ZarrCheckpointIO()
     zarrckpt.save({"epoch": 1}, victim)
@@ -427,7 +428,7 @@ def test_hyperparameters_that_name_code_are_refused(pairs: bool, tmp_path: Path)
         load_from_checkpoint(Tiny, url, allow_pickle=True)
 
 
-def test_a_model_is_built_of_a_checkpoint_alone(tmp_path: Path) -> None:
+def test_load_from_checkpoint_needs_only_a_checkpoint(tmp_path: Path) -> None:
     fit(2, folder=str(tmp_path), strategy="fsdp2", epochs=1, hyperparameters={"sizes": {1, 2}})
     url = f"{tmp_path}/last.ckpt"
     model = load_from_checkpoint(Tiny, url, strategy="auto")
@@ -436,14 +437,14 @@ def test_a_model_is_built_of_a_checkpoint_alone(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
-def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) -> None:
+def test_a_save_finishes_before_slurm_requeues_the_job(tmp_path: Path) -> None:
     io = ZarrCheckpointIO(background=True)
     io.save_checkpoint({"w": torch.ones(1_000_000)}, f"{tmp_path}/hpc_ckpt_1.ckpt")
     assert len(zarrckpt.open(f"{tmp_path}/hpc_ckpt_1.ckpt")) == 1
     io.wait()
 
 
-def test_a_model_that_is_saved_in_part_by_a_hook_loads_in_part(tmp_path: Path) -> None:
+def test_a_partly_saved_model_loads_in_part(tmp_path: Path) -> None:
     fit(2, folder=str(tmp_path), strategy="fsdp2", epochs=2, leave_out="net.0.")
     saved = zarrckpt.open(f"{tmp_path}/last.ckpt")
     assert "state_dict.net.2.weight" in saved and "state_dict.net.0.weight" not in saved
@@ -457,7 +458,7 @@ def test_a_model_that_is_saved_in_part_by_a_hook_loads_in_part(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("one", "worlds", "other"), [("fsdp2", (2, 1), "fsdp2"), ("ddp", (2, 2), "fsdp2"), ("fsdp1", (2, 1), "fsdp1")]
 )
-def test_fabric_saves_and_loads_on_other_processes(
+def test_fabric_loads_on_other_numbers_of_processes(
     one: str, worlds: tuple[int, int], other: str, moto_bucket: S3Place
 ) -> None:
     env, url = moto_bucket.environment, moto_bucket.url("fabric/step-3")
@@ -468,7 +469,7 @@ def test_fabric_saves_and_loads_on_other_processes(
         assert_same(loaded, saved[0])
 
 
-def test_the_page_and_the_example_run_and_go_on_where_they_were(
+def test_the_page_and_the_example_run_and_resume(
     tmp_path: Path, moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in moto_bucket.environment.items():
@@ -503,7 +504,7 @@ def test_the_page_and_the_example_run_and_go_on_where_they_were(
         assert "after epoch 10" in capsys.readouterr().out
 
 
-def test_fabric_loads_weights_alone_from_a_url_and_from_a_file_of_torch(tmp_path: Path) -> None:
+def test_fabric_loads_raw_weights_from_a_url_or_a_torch_file(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3))
     weights = model.state_dict()
     zarrckpt.save(weights, str(tmp_path / "zarr"))
@@ -513,7 +514,7 @@ def test_fabric_loads_weights_alone_from_a_url_and_from_a_file_of_torch(tmp_path
             assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
 
 
-def test_a_run_of_another_shape_is_refused_with_its_names(tmp_path: Path) -> None:
+def test_other_shapes_are_refused_by_name(tmp_path: Path) -> None:
     fit(1, folder=str(tmp_path), epochs=1)
     module = Tiny("auto", {})
     module.net = torch.nn.Sequential(torch.nn.Linear(8, 4))

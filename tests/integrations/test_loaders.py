@@ -1,4 +1,4 @@
-"""The example with torchdata's StatefulDataLoader: killed amid an epoch and an accumulation of gradients."""
+"""The example with torchdata's StatefulDataLoader, killed within an epoch and an accumulation of gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zarrckpt
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume_mid_epoch.py"
 
 
-def test_a_run_killed_mid_epoch_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_killed_mid_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
     """The batches since the last step are read again; rows, losses, weights, moments and the average are equal."""
     whole, run = str(tmp_path / "whole"), str(tmp_path / "run")
     done = launch(EXAMPLE, run, "--kill-after", "17", ranks=1, timeout=100)

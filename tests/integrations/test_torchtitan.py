@@ -1,4 +1,4 @@
-"""Runs of torchtitan's trainer that are killed and go on; what its settings mean."""
+"""Runs of torchtitan's trainer that are killed and resumed, and its settings."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
-    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=180, env=env, torchrun=True)
-    assert "SIGKILL" in done.stderr if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+def run(ranks: int, env: dict[str, str] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """Return the script's output on these ranks, by rank and in order. It may kill itself if the fields request it."""
+    done = launch(SCRIPT, json.dumps(fields), ranks=ranks, timeout=180, env=env, torchrun=True)
+    assert "SIGKILL" in done.stderr if "kill_at" in fields else done.returncode == 0, done.stderr[-4000:]
     return rows_in(done.stdout)
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_bucket: Any) -> None:
+def test_a_killed_run_resumes_bit_for_bit(assets: str, moto_bucket: Any) -> None:
     url = moto_bucket.url("titan")
-    way = {"folder": url, "assets": assets, "batch": 1, "checkpoint": {"keep_latest_k": 2, "async_mode": "async"}}
-    killed = run(2, moto_bucket.environment, steps=10, kill_at=9, **way)
-    # From further back there is more to compare.
+    fields = {"folder": url, "assets": assets, "batch": 1, "checkpoint": {"keep_latest_k": 2, "async_mode": "async"}}
+    killed = run(2, moto_bucket.environment, steps=10, kill_at=9, **fields)
+    # An older checkpoint leaves more steps to compare.
     options = moto_bucket.storage_options
     newest = zarrckpt.latest(url, storage_options=options)
     assert newest is not None and newest[-1] in "68"
     if newest[-1] == "8":
         zarrckpt.remove(newest, storage_options=options)
-    # Another seed: whatever does not come from the checkpoint is another.
-    resumed = run(2, moto_bucket.environment, steps=10, seed=1, **way)
+    # With another seed, all state that is not from the checkpoint differs.
+    resumed = run(2, moto_bucket.environment, steps=10, seed=1, **fields)
 
     assert [row["restored"] for row in resumed if "restored" in row] == [6, 6]
     assert [row for row in resumed if 6 < row.get("step", 0) < 10] == [row for row in killed if row.get("step", 0) > 6]
@@ -58,15 +58,15 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_b
     assert checkpoint["dataloader.world_size"] == 2 and "dataloader.dp_rank_1" in checkpoint
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(assets: str, tmp_path: Path) -> None:
-    way = {"folder": str(tmp_path), "assets": assets}
-    whole = {row["step"]: row for row in run(1, steps=6, **way) if "step" in row}
+def test_a_run_resumes_on_other_numbers_of_processes(assets: str, tmp_path: Path) -> None:
+    fields = {"folder": str(tmp_path), "assets": assets}
+    whole = {row["step"]: row for row in run(1, steps=6, **fields) if "step" in row}
     for step in (6, 4):
         zarrckpt.remove(str(tmp_path / f"step-{step:08}"))
     digest = whole[2]["digest"]
-    # The batches are the same where the number of data parallel ranks is.
+    # The batches are equal if the number of data parallel ranks is.
     for ranks, steps, more in [(2, 4, {"tensor_parallel": 2}), (1, 6, {"seed": 1})]:
-        rows = run(ranks, steps=steps, **way, **more)
+        rows = run(ranks, steps=steps, **fields, **more)
         assert [(row["restored"], row["digest"]) for row in rows if "restored" in row] == [(steps - 2, digest)] * ranks
         for row in rows:
             if "step" in row:
@@ -74,11 +74,11 @@ def test_a_run_goes_on_with_other_numbers_of_processes(assets: str, tmp_path: Pa
                 digest = row["digest"]
 
 
-# -- in this process, with other parts than torchtitan's
+# -- in this process, with stand-ins for torchtitan's model, optimizer and trainer
 
 
 class Part:
-    """A state that is there to be saved."""
+    """An object with a state to save."""
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -91,7 +91,7 @@ class Part:
 
 
 class Adapter:
-    """The names of Hugging Face are these with a prefix."""
+    """Adapter that adds a prefix to names, for Hugging Face's names."""
 
     fqn_to_index_mapping = None
     hf_assets_path = None
@@ -108,7 +108,7 @@ def _one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 class Run:
-    """A manager and what it saves, in which every number is ``value``."""
+    """A manager and its states, in which every number is ``value``."""
 
     def __init__(self, folder: Path | str, value: float = 0.0, kind: type = ZarrCheckpointManager, **settings: Any):
         self.model = torch.nn.Linear(3, 2)
@@ -126,13 +126,13 @@ class Run:
         )
 
     def values(self) -> tuple[float, float, int]:
-        """Of the model, the optimizer, and the trainer, as they are now."""
+        """Return the current values of the model, the optimizer and the trainer."""
         moments = self.optimizers.state["state.weight.exp_avg"]
         return self.model.weight[0, 0].item(), moments[0, 0].item(), self.train_state.state["step"]
 
 
 def saved(folder: Path | str, *steps: int, kind: type = ZarrCheckpointManager, **settings: Any) -> None:
-    """A run's checkpoints: in that of step n everything is n."""
+    """Save checkpoints of a run. All numbers of step n are n."""
     for step in steps:
         run = Run(folder, step, kind, **settings)
         run.manager.load()
@@ -155,7 +155,7 @@ def steps_of(folder: Path | str) -> list[int]:
     return zarrckpt.CheckpointManager(str(folder), signals=()).steps()
 
 
-def test_a_chosen_step_is_loaded_and_later_ones_are_removed_only_where_that_is_said(tmp_path: Path) -> None:
+def test_a_chosen_step_loads_and_later_steps_go_only_on_request(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     assert loaded(tmp_path) == (3, 3, 3) and loaded(tmp_path, 2) == (2, 2, 2)
     assert loaded(tmp_path, exclude_from_loading=["optimizer", "train_state"]) == (3, -1, -1)
@@ -168,7 +168,7 @@ def test_a_chosen_step_is_loaded_and_later_ones_are_removed_only_where_that_is_s
         loaded(tmp_path, 7)
 
 
-def test_folders_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     in_memory = f"memory://{tmp_path.name}"
@@ -183,7 +183,7 @@ def test_folders_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {*os.listdir()} <= {"a", "b", "c", "init", "new"}
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_but_not_where_it_was_chosen(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_unless_it_was_chosen(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "weight" / "c.0.0").write_bytes(b"")
     with pytest.warns(UserWarning, match="step-00000002"):
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_but_not_where_it_was_c
         loaded(tmp_path, 2)
 
 
-def test_a_job_that_only_loads_leaves_the_run_to_its_own_job(tmp_path: Path) -> None:
+def test_a_job_that_only_loads_does_not_take_over_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, 1.0)
     run.manager.save(1)
     assert loaded(tmp_path, load_only=True) == loaded(tmp_path, 1, load_only=True) == (1, 1, 1)
@@ -203,7 +203,7 @@ def test_a_job_that_only_loads_leaves_the_run_to_its_own_job(tmp_path: Path) -> 
     run.manager.close()
 
 
-def test_a_run_begins_with_weights_alone_from_a_seed_or_from_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
+def test_a_run_begins_with_weights_of_another_checkpoint(tmp_path: Path) -> None:
     seed = Run(tmp_path / "seed", 5.0, create_seed_checkpoint=True)
     assert seed.manager.save(0, last_step=True)
     assert {*zarrckpt.open(tmp_path / "seed" / "step-00000000").keys()} == {"weight", "bias"}
@@ -219,21 +219,21 @@ def test_a_run_begins_with_weights_alone_from_a_seed_or_from_a_checkpoint_of_eit
         assert loaded(tmp_path / "new", **without) == (value, -1, value)
 
 
-def test_a_run_that_torchtitan_itself_began_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_torchtitan_began_resumes(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, kind=CheckpointManager)
     assert loaded(tmp_path) == (2, 2, 2) and loaded(tmp_path, 1) == (1, 1, 1)
     saved(tmp_path, 3)
     assert loaded(tmp_path) == (3, 3, 3)
 
 
-def test_the_last_step_is_saved_as_torchtitan_says(tmp_path: Path) -> None:
+def test_the_last_step_follows_torchtitans_settings(tmp_path: Path) -> None:
     settings = {"async_mode": "async_with_pinned_mem", "export_dtype": "bfloat16"}
     run = Run(tmp_path, 4.0, **settings)
     assert run.manager.save(4) and run.manager.save(5, last_step=True) and steps_of(tmp_path) == [4, 5]
     run.manager.close()
     last = zarrckpt.open(tmp_path / "step-00000005").load()
     assert {*last} == {"weight", "bias"} and last["weight"].dtype == torch.bfloat16 and last["bias"][0] == 4
-    # The weights alone are no checkpoint to go on from.
+    # A checkpoint with only weights cannot be resumed.
     with pytest.raises(zarrckpt.KeyMismatchError, match="optimizer"):
         loaded(tmp_path)
     assert loaded(tmp_path, 4) == (4, 4, 4)
@@ -261,7 +261,7 @@ def test_a_pickle_in_the_data_loaders_state_runs_no_code(tmp_path: Path) -> None
     assert loaded(tmp_path / "plain") == loaded(tmp_path / "evil", allow_pickle=True) == (1.0, 1.0, 1)
 
 
-def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
+def test_a_disabled_manager_does_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, enable=False)
     assert not run.manager.load() and not run.manager.save(1)
     run.manager.close()

@@ -40,7 +40,7 @@ ROOT = SCRIPT.parents[2]
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the Trainer writes beside checkpoints stays in the test's folder."""
+    """Run in the test's folder, where the Trainer writes its other files."""
     monkeypatch.chdir(tmp_path)
     transformers.logging.set_verbosity_error()
     yield
@@ -55,7 +55,7 @@ def trained(**given: Any) -> ZarrTrainer:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Losses, weights, the optimizer's state and generators, bit for bit."""
+    """Compare losses, weights, the optimizer's state and generators bit for bit."""
     assert one["losses"] == other["losses"]
     for part in ("weights", "moments"):
         assert one[part].keys() == other[part].keys()
@@ -79,7 +79,7 @@ def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path,
 
     resumed = {**given, "trainer": store, "seed": 2, "resume": True, "result": "resumed.pt"}
     signalled = {**given, "trainer": {"checkpoint_dir": "signalled", "signals": ["SIGTERM"]}}
-    # The whole group of rank 1 gets it, with the workers of its DataLoader.
+    # The whole process group of rank 1 gets the signal, with the workers of its DataLoader.
     workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     term = {"step": 5, "rank": 1, "number": signal.SIGTERM, "group": True}
     ended = {**signalled, "arguments": {**given["arguments"], **workers}, "killed": term, "result": "ended.pt"}
@@ -120,11 +120,11 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     still = {"config": {"attention_dropout": 0.0}, "arguments": {"per_device_train_batch_size": 2}}
     alone = {"config": {"attention_dropout": 0.0}}
     first = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "first"}, "result": "first.pt"}
-    # From one process, and from two that shard.
+    # Load from one process, and from two that shard.
     trained(**alone, trainer={"checkpoint_dir": "alone"})
     back = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "back"}, "resume": "alone/step-00000008"}
     again = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "again"}, "resume": "first/step-00000008"}
-    # So do models that transformers itself shards as they are loaded.
+    # Models that transformers shards while loading them work, too.
     LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
     own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
     own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
@@ -141,7 +141,7 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     for other in (one, torch.load("back.pt")):
         assert other["losses"].keys() == two["losses"].keys()
         assert all(abs(other["losses"][step] - loss) < 1e-4 for step, loss in two["losses"].items())
-    # As they are loaded, before any step, moments are those that were saved.
+    # Before the first step, the loaded moments equal the saved ones.
     for folder, other in (("first", one), ("alone", torch.load("back.pt"))):
         saved = zarrckpt.open(f"{folder}/step-00000008").load("optimizer")["optimizer"]["state"]
         moments = {f"{name}.{slot}": value for name, slots in saved.items() for slot, value in slots.items()}
@@ -157,7 +157,7 @@ def steps(folder: str) -> list[int]:
 
 
 class Scripted(ZarrTrainer):
-    """Whose evaluations give what the test says."""
+    """A Trainer whose evaluations return given losses."""
 
     scores: dict[int, float]
 
@@ -176,7 +176,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     model = LlamaForCausalLM(transformers_run.config())
     sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
     trainer = Scripted(model, args, **sets, checkpoint_dir="run", background=background)
-    # Of equal ones the first is the best.
+    # The first of several equal checkpoints is the best.
     trainer.scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.2}
     trainer.train()
     assert steps("run") == kept
@@ -185,7 +185,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     saved = zarrckpt.open("run/step-00000004").load("model")["model"]
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
-    # The best of before is known after a resume, also where the run has been moved.
+    # After a resume, the earlier best is known, even if the run's folder was moved.
     Path("run").rename("moved")
     args = dataclasses.replace(args, max_steps=14)
     again = Scripted(model, args, **sets, checkpoint_dir="moved")
@@ -196,7 +196,7 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
 
 
 class NamesBest(TrainerCallback):
-    """Has the next save keep another text as the best checkpoint's."""
+    """Callback that replaces the name of the best checkpoint in the state that is saved next."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -206,7 +206,7 @@ class NamesBest(TrainerCallback):
 
 
 @pytest.mark.parametrize("form", ["{}", "../evil/step-00000001", "simplecache::file://{}"])
-def test_a_stored_best_outside_of_the_run_is_not_opened(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_checkpoint_outside_the_run_is_not_opened(form: str, caplog: pytest.LogCaptureFixture) -> None:
     evil = form.format(Path("evil/step-00000001").resolve())
     model = LlamaForCausalLM(transformers_run.config())
     zarrckpt.save({"model": LlamaForCausalLM(transformers_run.config())}, "evil/step-00000001")
@@ -228,7 +228,7 @@ def test_a_stored_best_outside_of_the_run_is_not_opened(form: str, caplog: pytes
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
-def test_where_the_best_is_the_newest_as_many_are_kept() -> None:
+def test_the_limit_holds_if_the_best_is_the_newest() -> None:
     best = {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 2}
     args = transformers_run.arguments(save_steps=2, max_steps=8, eval_strategy="steps", eval_steps=2, **best)
     sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
@@ -247,14 +247,14 @@ def test_only_the_model_is_saved_and_resumed() -> None:
 
 
 class Scaled(ZarrTrainer):
-    """With a scaler of gradients, which Accelerate makes only on accelerators."""
+    """A Trainer with a scaler of gradients, which Accelerate makes only on accelerators."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 
 
-def test_the_scaler_comes_back() -> None:
+def test_the_scaler_is_restored() -> None:
     def scaled(steps: int) -> Scaled:
         transformers.set_seed(1)
         model = LlamaForCausalLM(transformers_run.config())
@@ -269,7 +269,7 @@ def test_the_scaler_comes_back() -> None:
     assert (state["scale"], state["_growth_tracker"]) == (32.0, 0) == (trainer.accelerator.scaler.get_scale(), 0)
 
 
-def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
+def test_a_run_rewinds_only_on_request() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
     with pytest.raises(ValueError, match="resume_from_checkpoint"):
         trained(trainer={"checkpoint_dir": "run"})
@@ -284,8 +284,8 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     assert_equal(whole, transformers_run.result(trained(trainer={"checkpoint_dir": "new"}, resume="auto")))
 
 
-def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
-    """Its state of the Trainer, too, on all ranks. Damaged checkpoints are replaced when their step is done anew."""
+def test_a_damaged_newest_checkpoint_is_skipped() -> None:
+    """The Trainer's state is that of the older one on all ranks. The damaged one is replaced when its step is saved."""
     run = {"fsdp": True, "arguments": {"per_device_train_batch_size": 2}, "trainer": {"checkpoint_dir": "run"}}
     assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
     for folder, entry in (("step-00000012", "optimizer"), ("step-00000008", "trainer")):
@@ -299,7 +299,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
     assert [bool(zarrckpt.open(f"run/step-{step:08d}").verify()) for step in (4, 8, 12)] == [True] * 3
 
 
-def test_folders_of_a_trainer_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_a_trainer_may_be_any_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     in_memory, local = f"memory://{tmp_path.name}", f"{tmp_path}/run"
     forms = {"~/run": local, Path("~/run"): local, f"file://{local}": local, str(Path(in_memory)): in_memory}
@@ -317,7 +317,7 @@ def test_folders_of_a_trainer_may_be_any_place(tmp_path: Path, monkeypatch: pyte
     assert not [name for name in os.listdir() if ":" in name or "~" in name]
 
 
-def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
+def test_a_folder_that_the_plain_trainer_wrote_is_resumed() -> None:
     best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
     whole = transformers_run.result(trained(arguments=best, trainer={"checkpoint_dir": "run"}))
     transformers.set_seed(1)
@@ -345,7 +345,7 @@ def test_a_signal_ends_training_with_a_save() -> None:
     assert_equal(whole, transformers_run.result(resumed))
 
 
-# -- no pickle by surprise
+# -- pickles only if allowed
 
 
 class Counted(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -362,13 +362,13 @@ class Counted(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class Opaque:
-    """What only pickle keeps."""
+    """An object that only pickle can save."""
 
     def __add__(self, other: int) -> Opaque:
         return self
 
 
-def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
+def test_callbacks_are_restored_and_pickles_named() -> None:
     def made(count: Any, steps: int, run: str = "run") -> ZarrTrainer:
         args = transformers_run.arguments(restore_callback_states_from_checkpoint=True, max_steps=steps)
         model = LlamaForCausalLM(transformers_run.config())
@@ -457,7 +457,7 @@ def test_a_saved_configuration_names_no_code() -> None:
 
 
 @pytest.mark.parametrize("adapters_only", [True, False])
-def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
+def test_adapters_are_exported_for_peft(adapters_only: bool) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     base = LlamaForCausalLM(transformers_run.config())
@@ -477,7 +477,7 @@ def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/victim", "a/b", "..", ".", ""])
-def test_names_of_adapters_do_not_lead_outside(tmp_path: Path, name: str) -> None:
+def test_names_of_adapters_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     name = f"{tmp_path}{name}" if name.startswith("/") else name
     described = {"peft_config": json.dumps({name: {"peft_type": "LORA"}}), "config": "{}"}
     zarrckpt.save({"model": {f"a.lora_A.{name}.weight": torch.ones(2, 2)}, "trainer": described}, "checkpoint")
@@ -487,7 +487,7 @@ def test_names_of_adapters_do_not_lead_outside(tmp_path: Path, name: str) -> Non
     assert not [*tmp_path.rglob("adapter*")]
 
 
-def test_a_folder_keeps_its_files_unless_they_may_be_replaced(tmp_path: Path) -> None:
+def test_existing_files_are_replaced_only_with_overwrite(tmp_path: Path) -> None:
     described = {"peft_config": json.dumps({"default": {"peft_type": "LORA"}, "other": {"peft_type": "LORA"}})}
     weights = {f"a.lora_A.{name}.weight": torch.ones(2, 2) for name in ("default", "other")}
     zarrckpt.save({"model": weights, "trainer": described}, "adapters")
@@ -510,7 +510,7 @@ def test_a_folder_keeps_its_files_unless_they_may_be_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"model_type": "none"}', '{"model_type": []}', "3", b"x"])
-def test_configurations_of_other_types_are_errors_of_the_checkpoint(text: Any) -> None:
+def test_configurations_of_other_types_are_checkpoint_errors(text: Any) -> None:
     model = LlamaForCausalLM(transformers_run.config())
     zarrckpt.save({"model": model, "trainer": {"config": text}}, "other")
     with pytest.raises((zarrckpt.CheckpointError, ValueError), match="other"):
@@ -539,7 +539,7 @@ def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
     assert read.dtype is torch.bfloat16 and torch.equal(read(numbers).logits, loaded(numbers).logits)
 
 
-def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:
+def test_a_training_is_exported_for_from_pretrained(moto_bucket: Any) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,9 @@
-"""A process of torchtitan's trainer with its debug model, on the CPU: prints what it has seen, as lines of JSON.
+"""A process of torchtitan's trainer with its debug model, on the CPU. It prints lines of JSON.
 
 python torchtitan_run.py '{"folder": ..., "assets": ..., "kill_at": 7, ...}'
 
-torchtitan trains on accelerators only. What it lacks on a CPU stands here: the device's module, attention's backward
-pass, reductions of gloo.
+torchtitan trains on accelerators only. This script adds the missing parts for a CPU: the device's module, attention's
+backward pass, reductions of gloo.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_THERE = {
     "set_device": torch.cpu.set_device,
     "synchronize": torch.cpu.synchronize,
 }
-# Before the modules that take them.
+# Patched before the modules that import these names.
 utils.device_type, utils.device_module = "cpu", SimpleNamespace(**NOT_THERE)
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -55,7 +55,7 @@ if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13
 
 
 def write_assets(folder: Path) -> None:
-    """A tokenizer and a dataset, for all runs of a test."""
+    """Write a tokenizer and a dataset for all runs of a test."""
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i + 3 for i in range(500)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -67,21 +67,21 @@ def write_assets(folder: Path) -> None:
     (folder / "texts" / "data.json").write_text(rows)
 
 
-def trainer_of(way: dict[str, Any]) -> Trainer:
+def trainer_of(fields: dict[str, Any]) -> Trainer:
     config = torchtitan_config.llama3_debugmodel()
-    config.checkpoint = dataclasses.replace(config.checkpoint, folder=way["folder"], **way.get("checkpoint", {}))
-    config.dump_folder = way["assets"]
-    config.hf_assets_path = way["assets"]
-    config.dataloader.dataset_path = str(Path(way["assets"]) / "texts")
+    config.checkpoint = dataclasses.replace(config.checkpoint, folder=fields["folder"], **fields.get("checkpoint", {}))
+    config.dump_folder = fields["assets"]
+    config.hf_assets_path = fields["assets"]
+    config.dataloader.dataset_path = str(Path(fields["assets"]) / "texts")
     config.validator.enable = False
-    config.debug.seed = way.get("seed", 0)
-    config.training.steps = way["steps"]
-    config.training.seq_len, config.training.local_batch_size = 32, way.get("batch", 2)
+    config.debug.seed = fields.get("seed", 0)
+    config.training.steps = fields["steps"]
+    config.training.seq_len, config.training.local_batch_size = 32, fields.get("batch", 2)
     config.training.global_batch_size = 2
     config.lr_scheduler.total_steps = 20
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"  # the one that torch 2.13 has
-    config.parallelism.tensor_parallel_degree = way.get("tensor_parallel", 1)
+    config.parallelism.tensor_parallel_degree = fields.get("tensor_parallel", 1)
     trainer = config.build()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
@@ -90,7 +90,7 @@ def trainer_of(way: dict[str, Any]) -> Trainer:
 
 
 def digest_of(trainer: Trainer) -> str:
-    """All parameters and moments, as a text: equal where each is bit for bit the same."""
+    """Return a digest of all parameters and moments, which is equal only if they are equal bit for bit."""
     states = {**trainer.checkpointer.states["model"].state_dict(), **trainer.optimizers.state_dict()}
     digest = hashlib.sha256()
     for name in sorted(states):
@@ -101,8 +101,8 @@ def digest_of(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def train(way: dict[str, Any]) -> None:
-    trainer = trainer_of(way)
+def train(fields: dict[str, Any]) -> None:
+    trainer = trainer_of(fields)
     rank = torch.distributed.get_rank()
 
     def say(**what: Any) -> None:
@@ -110,7 +110,7 @@ def train(way: dict[str, Any]) -> None:
 
     def log(step: int, loss: float, *_: Any, **__: Any) -> None:
         say(step=step, loss=loss, digest=digest_of(trainer))
-        if step == way.get("kill_at"):
+        if step == fields.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     load = trainer.checkpointer.load

@@ -1,4 +1,4 @@
-"""Trainings with ZarrTrainer, one after the other: ``transformers_run.py <list of their options as JSON>``."""
+"""Run trainings with ZarrTrainer, one after the other: ``transformers_run.py <list of their options as JSON>``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zarrckpt.integrations.transformers import ZarrTrainer
 
 
 def config(**changes: Any) -> LlamaConfig:
-    """A tiny model with dropout, so that generators matter."""
+    """Return a tiny model's configuration, with dropout, so that the result depends on generators."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
     return LlamaConfig(**{**sizes, **heads, "attention_dropout": 0.1, **changes})
@@ -33,7 +33,7 @@ def dataset(rows: int = 64) -> list[dict[str, torch.Tensor]]:
 
 
 class Killed(TrainerCallback):
-    """Sends the process of one rank, or its whole group as torchrun does, a signal in the middle of training."""
+    """Callback that sends a signal to one rank's process during training, or to its whole group as torchrun does."""
 
     def __init__(self, step: int, number: int = signal.SIGKILL, rank: int = 0, group: bool = False) -> None:
         self.step, self.number, self.rank, self.group = step, number, rank, group
@@ -75,7 +75,7 @@ def losses(trainer: ZarrTrainer) -> dict[int, float]:
 
 
 def moments(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """All of the optimizer's state by the names of parameters, whole."""
+    """Return the optimizer's whole state by the names of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = getattr(optimizer, "optimizer", optimizer).state
     return {
@@ -86,7 +86,7 @@ def moments(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 class Loaded(TrainerCallback):
-    """Keeps the optimizer's state as it is when training begins."""
+    """Callback that keeps the optimizer's state at the begin of training."""
 
     moments: dict[str, torch.Tensor]
 
@@ -95,7 +95,7 @@ class Loaded(TrainerCallback):
 
 
 class ShardedOnCpu(ZarrTrainer):
-    """With FSDP2 where there is no accelerator: Accelerate takes its own way with it only on these."""
+    """A Trainer that shards by FSDP2 on the CPU. Accelerate itself does so only on accelerators."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -111,7 +111,7 @@ class ShardedOnCpu(ZarrTrainer):
 
 
 def train(given: dict[str, Any]) -> ZarrTrainer:
-    """Train once, as the options say."""
+    """Train once with the given options."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     set_seed(given.get("seed", 1))
@@ -134,7 +134,7 @@ def train(given: dict[str, Any]) -> ZarrTrainer:
 
 
 def result(trainer: ZarrTrainer) -> dict[str, Any]:
-    """What is compared. On all ranks."""
+    """Return the values that tests compare. Called on all ranks."""
     weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
     rng = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1].tolist())]
     return {

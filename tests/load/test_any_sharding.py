@@ -517,7 +517,7 @@ def test_pieces_that_fit_a_grid_stay_where_they_are(case: Case) -> None:
 
 @exhaustive(25)
 @given(cases())
-def test_dcp_planners(case: Case) -> None:
+def test_every_sharding_loads_with_dcps_planners(case: Case) -> None:
     """DCP's own planners do not handle strides, and pass no notes to the writer."""
     known = {
         name: entry
@@ -563,7 +563,7 @@ def replicated_cases(draw: st.DrawFn) -> Case:
 
 @exhaustive(25)
 @given(replicated_cases())
-def test_replicas_are_dealt_over_the_ranks_that_hold_them(case: Case) -> None:
+def test_replicas_are_divided_among_their_ranks(case: Case) -> None:
     """No rank writes more than its fair share and one chunk."""
     full = case.full()
     with memory_store() as store:
@@ -677,8 +677,8 @@ def faults(draw: st.DrawFn, world: int, most_calls: int, *methods: str) -> tuple
 
 @exhaustive(30)
 @given(cases(), st.data())
-def test_a_rank_that_fails_is_the_only_one_named(case: Case, data: st.DataObject) -> None:
-    """For any step and any coordinator: nothing is committed, and the next save and load work."""
+def test_only_the_failing_rank_is_named(case: Case, data: st.DataObject) -> None:
+    """For any step and any coordinator: no save is committed, and the next save and load work."""
     numbers = random.Random(case.seed).sample(range(100), 16)
     with memory_store(FailingStore()) as store, small_sizes(case.small):
         assert isinstance(store, FailingStore)
@@ -708,7 +708,7 @@ def with_settled_dtypes(case: Case) -> Case:
 
 @exhaustive(25)
 @given(st.data())
-def test_cached_plans(data: st.DataObject) -> None:
+def test_cached_plans_save_every_sharding(data: st.DataObject) -> None:
     """Saves of two states in turn, some of which fail, while every rank caches its plans."""
     world = data.draw(WORLDS)
     states = st.sampled_from([with_settled_dtypes(data.draw(cases(world))) for _ in range(2)])
@@ -798,7 +798,7 @@ def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) 
 
 
 @pytest.mark.parametrize("worlds", [(4, 3), (3, 4)])
-def test_real_meshes(tmp_path: Path, worlds: tuple[int, int]) -> None:
+def test_real_meshes_load_into_each_other(tmp_path: Path, worlds: tuple[int, int]) -> None:
     """With merged chunks, whose pieces move over a real mesh, and with one chunk per piece."""
     pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 24)
     urls = {
@@ -839,7 +839,7 @@ def parts_of_real_modules(sizes: Ints, url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (2, 1, 2)])
-def test_real_fsdp2_over_tp(tmp_path: Path, sizes: Ints) -> None:
+def test_real_fsdp2_over_tp_is_saved_right(tmp_path: Path, sizes: Ints) -> None:
     """Real modules hold the same parts as simulated ranks. The saved tensors equal the uncut ones."""
     url = str(tmp_path / "checkpoint")
     assert run_ranks(parts_of_real_modules, sizes, url) == [[]] * 4

@@ -243,7 +243,7 @@ def _reduce_until_done(future: Future[Any], mesh: DeviceMesh) -> int:
     return rounds
 
 
-def test_collectives_go_on_beside_background_saves(tmp_path: Path) -> None:
+def test_collectives_work_beside_background_saves(tmp_path: Path) -> None:
     assert min(min(rounds) for rounds in run_ranks(_collectives_beside, str(tmp_path), timeout=60)) > 5
     for turn in range(4):
         found = zarrckpt.open(tmp_path / str(turn))["t7"][:]
@@ -272,7 +272,7 @@ def _without_cpu_backend(folder: str) -> str:
         dist.destroy_process_group()
 
 
-def test_a_group_without_a_cpu_backend(tmp_path: Path) -> None:
+def test_a_group_without_a_cpu_backend_saves(tmp_path: Path) -> None:
     """DCP refuses it. zarrckpt uses separate gloo connections, and raises an error if there is no gloo."""
     messages = run_ranks(_without_cpu_backend, str(tmp_path), group=False)
     assert len({*messages}) == 1 and "without gloo" in messages[0]

@@ -72,7 +72,9 @@ def _dict() -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("make", [_module, _optimizer, _dict])
-def test_what_objects_do_not_hold_is_an_error(tmp_path: Path, make: Callable[[], tuple[dict[str, Any], str]]) -> None:
+def test_content_missing_from_objects_after_a_load_is_an_error(
+    tmp_path: Path, make: Callable[[], tuple[dict[str, Any], str]]
+) -> None:
     state, fqn = make()
     url = str(tmp_path / "ckpt")
     zarrckpt.save(state, url)
@@ -102,7 +104,7 @@ class _Counter:
         self.count, self.weights = state_dict["count"] + 1, state_dict["weights"]
 
 
-def test_what_a_stateful_changes_is_warned_of(tmp_path: Path) -> None:
+def test_changes_by_a_stateful_are_warned_of(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     manager = zarrckpt.CheckpointManager(url, background=False, signals=())
     manager.save(1, {"counter": _Counter(), "step": 1})
@@ -115,7 +117,7 @@ def test_what_a_stateful_changes_is_warned_of(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_full_content_finds_what_a_sample_misses(tmp_path: Path) -> None:
+def test_a_full_check_finds_differences_that_a_sample_misses(tmp_path: Path) -> None:
     class Flips(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -214,7 +216,7 @@ def test_the_comparison_raises_no_false_alarm(tmp_path: Path, full: bool, cast: 
     assert (np.random.rand(), random.random()) == expected[1:]
 
 
-def test_a_data_loader_does_not_begin_its_epoch(tmp_path: Path) -> None:
+def test_the_check_does_not_start_a_data_loaders_epoch(tmp_path: Path) -> None:
     class Loader(torch.utils.data.DataLoader[int]):
         begun = 0
 

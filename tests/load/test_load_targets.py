@@ -174,7 +174,7 @@ def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str], wante
     return len(saved) * len(chosen)
 
 
-def test_every_kind_of_tensor_into_every_other(disk: Place) -> None:
+def test_every_kind_of_tensor_loads_into_every_other(disk: Place) -> None:
     saved = disk.run(_save_kinds, SHAPES)[0]
     assert len(saved) == 14
     assert disk.run(_load_kinds, SHAPES, saved) == [14 * 14] * 4
@@ -230,7 +230,7 @@ def _offload(url: str) -> None:
             assert same(snapshot(state), saved) == []
 
 
-def test_offloaded_modules_and_state_dicts(disk: Place) -> None:
+def test_offloaded_modules_and_state_dicts_are_loaded(disk: Place) -> None:
     disk.run(_offload)
 
 
@@ -308,7 +308,7 @@ class Scales(nn.Linear):
         ({}, {"amax": torch.zeros(1)}),
     ],
 )
-def test_extra_state_of_any_form_is_taken_whole(saved: Any, fresh: Any, disk: Place) -> None:
+def test_extra_state_of_any_form_is_restored_whole(saved: Any, fresh: Any, disk: Place) -> None:
     source, target = Scales(3, 2), Scales(3, 2)
     source.scales, target.scales = saved, fresh
     zarrckpt.save({"model": source}, disk.url)
@@ -317,7 +317,7 @@ def test_extra_state_of_any_form_is_taken_whole(saved: Any, fresh: Any, disk: Pl
     assert torch.equal(source.weight, target.weight)
 
 
-def test_a_module_that_resizes_its_buffers_takes_them(disk: Place) -> None:
+def test_modules_may_resize_their_buffers_on_loading(disk: Place) -> None:
     def observers() -> nn.ModuleDict:
         fake = FakeQuantize(MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
         return nn.ModuleDict({"a": PerChannelMinMaxObserver(), "b": HistogramObserver(), "c": fake})
@@ -375,7 +375,7 @@ def _save_and_load_everything(folder: str) -> None:
     assert torch.equal(fresh["pair"][0], saved["pair"][0])
 
 
-def test_default_devices_change_nothing(tmp_path: Path) -> None:
+def test_default_devices_are_ignored(tmp_path: Path) -> None:
     with torch.device("meta"):
         _save_and_load_everything(str(tmp_path / "context"))
     torch.set_default_device("meta")
@@ -519,7 +519,7 @@ def _families(url: str, pairs: dict[str, tuple[str, ...]]) -> None:
             other_optim.step()
 
 
-def test_stages_and_experts_into_each_other(disk: Place) -> None:
+def test_stages_and_experts_load_into_each_other(disk: Place) -> None:
     pairs = {
         "stages": ("stages", "experts"),
         "stages_dp": ("fsdp", "stages_dp"),
@@ -548,7 +548,7 @@ def _load_stages(url: str, keys: str | None) -> tuple[str, ...]:
     return report.loaded
 
 
-def test_an_entry_that_no_rank_has_a_target_for_is_named(disk: Place) -> None:
+def test_entries_without_a_target_on_any_rank_are_named(disk: Place) -> None:
     names = [name for part in range(4) for name in (f"parts.{part}.weight", f"parts.{part}.bias")]
     tensors = {name: torch.ones(5, 5) if "weight" in name else torch.ones(5) for name in names}
     shared = {"shared.weight": torch.ones(5, 5), "shared.bias": torch.ones(5)}
@@ -563,7 +563,7 @@ def test_an_entry_that_no_rank_has_a_target_for_is_named(disk: Place) -> None:
     assert loaded == [(), ("model.parts.1.bias", "model.parts.1.weight"), (), ()]
 
 
-def test_groups_of_parameters_find_theirs_by_name(disk: Place) -> None:
+def test_parameter_groups_match_by_parameter_names(disk: Place) -> None:
     """In another order than they were saved in."""
 
     def make(order: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -629,7 +629,7 @@ def _load_faulty(url: str, rank: int, options: dict[str, Any]) -> None:
         assert same(snapshot({**state, "model": state["model"].state_dict()}), before) == []
 
 
-def test_all_that_differs_is_listed_before_anything_is_written(disk: Place) -> None:
+def test_all_mismatches_are_listed_before_a_write(disk: Place) -> None:
     zarrckpt.save(_saved(), disk.url)
     cases: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
         ({}, (*FAULTS, DTYPE), ()),
@@ -714,7 +714,7 @@ def test_statefuls_and_per_ranks_get_the_saved_state(name: str, disk: Place) -> 
     assert stateful.state is not stateful.first
 
 
-def test_tensors_that_do_not_fit_a_stateful_are_new_ones(disk: Place) -> None:
+def test_a_stateful_gets_new_tensors_if_its_own_do_not_fit(disk: Place) -> None:
     saved = {"same": _ones(2), "shape": _ones(3), "dtype": torch.arange(2)}
     zarrckpt.save({"kept": Kept(saved)}, disk.url)
     for strict in (True, False):
@@ -729,7 +729,7 @@ def test_tensors_that_do_not_fit_a_stateful_are_new_ones(disk: Place) -> None:
         zarrckpt.load({"other": kept}, disk.url)
 
 
-def test_plain_containers_get_what_they_lack(disk: Place) -> None:
+def test_plain_containers_get_missing_entries(disk: Place) -> None:
     record = {"lr": 1, "deep": {"a": {"x": _ones(1)}}, "l": [{"a": 1}, {"b": 2}], "h": [_ones(1)] * 3}
     weights = {"a.weight": _ones(2), "b.weight": _ones(3)}
     zarrckpt.save(
@@ -764,7 +764,7 @@ def _grow(url: str) -> None:
     assert report.unexpected == (f"stage.layer{1 - rank}",) and "stage.mean" in report.loaded
 
 
-def test_stages_in_statefuls_get_no_other_stages(disk: Place) -> None:
+def test_stages_in_statefuls_get_only_their_own_entries(disk: Place) -> None:
     disk.run(_grow, world_size=2)
 
 
@@ -793,7 +793,7 @@ def _save_and_load_wrapped(url: str) -> None:
     assert report.nbytes == 164
 
 
-def test_local_shards_of_one_dtensor(tmp_path: Path) -> None:
+def test_local_shards_of_one_dtensor_are_loaded(tmp_path: Path) -> None:
     run_ranks(_save_and_load_wrapped, str(tmp_path / "one"))
 
 
@@ -826,6 +826,6 @@ def _load_while_replaced(url: str) -> None:
     assert target["w"].eq(0).all()
 
 
-def test_ranks_that_opened_different_saves_load_neither(tmp_path: Path) -> None:
+def test_ranks_that_open_different_saves_raise_an_error(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(8)}, tmp_path / "one")
     run_ranks(_load_while_replaced, str(tmp_path / "one"), world_size=2)

@@ -172,7 +172,7 @@ def _wrappers_into_each_other(folder: str, pairs: list[tuple[str, str]]) -> None
         assert train(model, optim, range(3, 6)) == pytest.approx(expected[saved], rel=1e-12), f"{saved} -> {target}"
 
 
-def test_a_training_goes_on_under_another_wrapper(tmp_path: Path) -> None:
+def test_a_training_resumes_under_another_wrapper(tmp_path: Path) -> None:
     # Each into the next two, each from plain and into plain. So a name that differs anywhere is found.
     kinds = [*WRAPPERS]
     pairs = [(kind, kinds[(i + k) % len(kinds)]) for i, kind in enumerate(kinds) for k in (1, 2)]
@@ -249,7 +249,7 @@ def _optimizers_of_shards(folder: str) -> None:
         assert train(model, optim, range(3, 6)) == pytest.approx(expected, rel=1e-9), (name, kind)
 
 
-def test_torchs_own_optimizers_over_shards(tmp_path: Path) -> None:
+def test_torchs_optimizers_resume_over_shards(tmp_path: Path) -> None:
     run_ranks(_optimizers_of_shards, str(tmp_path), world_size=2)
 
 
@@ -327,7 +327,7 @@ def _zero_and_files(folder: str, expected: list[float]) -> None:
             assert train(model, optim, range(2, 4)) == pytest.approx(losses, rel=1e-9)
 
 
-def test_optimizers_of_other_forms_over_ranks(tmp_path: Path) -> None:
+def test_optimizers_of_other_forms_resume_over_ranks(tmp_path: Path) -> None:
     run_ranks(_other_forms, str(tmp_path), world_size=2)
     model, optim = make("plain", 0)
     train(model, optim, range(2))
@@ -399,7 +399,7 @@ LBFGS_CHANGES = {
 @settings(max_examples=60, deadline=None)
 @given(trainings())
 @example(LBFGS_CHANGES)
-def test_any_training_goes_on(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:
+def test_any_training_resumes(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:
     url = tmp_path_factory.mktemp("run") / "step-3"
     model, optim = _build(drawn, drawn["wrappers"][0], 0)
     _freeze(model, drawn["frozen at first"])
@@ -470,7 +470,7 @@ def _step(module: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [Fused, Renamed])
-def test_parameters_that_have_other_names_in_the_state_dict(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_parameters_renamed_in_the_state_dict_are_matched(kind: type[nn.Module], tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = nn.Sequential(kind(), nn.Linear(2, 2))
         return module, torch.optim.Adam(module.parameters())
@@ -492,7 +492,7 @@ def test_a_part_of_a_model_may_be_named_module(tmp_path: Path) -> None:
     assert {*zarrckpt.open(tmp_path / "one")} == {"model.module.weight", "model.module.bias"}
 
 
-def test_entries_of_a_module_that_it_does_not_take_are_an_error(tmp_path: Path) -> None:
+def test_entries_that_a_module_ignores_are_an_error(tmp_path: Path) -> None:
     class OneWay(Fused):
         @staticmethod
         def _join(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -503,7 +503,7 @@ def test_entries_of_a_module_that_it_does_not_take_are_an_error(tmp_path: Path) 
         zarrckpt.load({"model": OneWay()}, tmp_path / "c")
 
 
-def test_state_that_no_parameter_takes_is_an_error_with_close_names(tmp_path: Path) -> None:
+def test_state_without_a_parameter_is_an_error_with_similar_names(tmp_path: Path) -> None:
     def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = nn.ModuleDict({name: nn.Linear(3, 2)})
         optim = torch.optim.Adam(module.parameters())
@@ -526,13 +526,13 @@ def test_state_that_no_parameter_takes_is_an_error_with_close_names(tmp_path: Pa
         zarrckpt.load({"optim": target}, tmp_path / "c")
 
 
-def test_a_module_without_entries_takes_none(tmp_path: Path) -> None:
+def test_a_module_without_entries_gets_no_state(tmp_path: Path) -> None:
     zarrckpt.save({"act": {"weight": torch.ones(2)}}, tmp_path / "c")
     with pytest.raises(zarrckpt.KeyMismatchError, match=r"'act\.weight' is in the checkpoint and has no target"):
         zarrckpt.load({"act": nn.ReLU()}, tmp_path / "c")
 
 
-def test_an_optimizer_that_leaves_out_what_it_is_given_is_an_error(tmp_path: Path) -> None:
+def test_an_optimizer_that_drops_state_is_an_error(tmp_path: Path) -> None:
     class Forgetful(torch.optim.Adam):
         def load_state_dict(self, state_dict: Any) -> None:
             state = {number: {"step": slots["step"]} for number, slots in state_dict["state"].items()}
@@ -571,7 +571,7 @@ class Custom(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
-def test_state_of_any_form_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_state_of_any_form_is_restored(tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = nn.Linear(3, 2, dtype=torch.bfloat16)
         return module, Custom(module.parameters())
@@ -608,7 +608,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def test_neither_a_save_nor_a_load_makes_a_step(tmp_path: Path) -> None:
+def test_saves_and_loads_make_no_optimizer_step(tmp_path: Path) -> None:
     """A step of a fresh optimizer might change parameters, random numbers, or averages beside it."""
     run_ranks(_no_step_is_made, str(tmp_path), world_size=2)
 
@@ -623,7 +623,7 @@ def test_a_part_of_a_parameter_s_state_needs_the_rest(tmp_path: Path) -> None:
     assert not fresh.state
 
 
-def test_state_that_was_flattened_before_it_was_saved(tmp_path: Path) -> None:
+def test_state_flattened_before_the_save_loads(tmp_path: Path) -> None:
     """torch's ``flatten_optimizer_state_dict`` and torchtitan do so: one key holds all state of a name."""
     model, optim = make("plain", 0)
     train(model, optim, range(2))
@@ -636,7 +636,7 @@ def test_state_that_was_flattened_before_it_was_saved(tmp_path: Path) -> None:
     assert moments(fresh) == moments(optim)
 
 
-def test_an_optimizer_keeps_what_it_took_where_a_later_object_fails(tmp_path: Path) -> None:
+def test_an_optimizer_keeps_its_loaded_state_if_a_later_object_fails(tmp_path: Path) -> None:
     class Refusing:
         def state_dict(self) -> dict[str, Any]:
             return {"x": 1}
@@ -660,7 +660,7 @@ def _groups(net: Net, *parts: tuple[int, ...], lrs: tuple[float, ...], momentum:
     return torch.optim.SGD(groups, momentum=momentum)
 
 
-def test_groups_find_their_options_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+def test_parameter_groups_get_options_by_parameter_names(tmp_path: Path) -> None:
     zarrckpt.save(
         {"m": (net := Net()), "o": _groups(net, (), (0, 1), (2, 3, 4, 5), lrs=(0.5, 0.1, 0.2))}, tmp_path / "c"
     )
@@ -763,7 +763,7 @@ def _refused_stages(folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["names", "contents"])
-def test_stages_that_no_load_could_tell_apart_are_refused(tmp_path: Path, kind: str) -> None:
+def test_indistinguishable_stages_are_refused(tmp_path: Path, kind: str) -> None:
     message = all_ranks_raise(zarrckpt.UnsupportedLayoutError, _refused_stages, str(tmp_path), kind, world_size=2)
     assert "'optim'" in message and "PerRank" in message
     assert ("param_groups.0.lr" in message) == (kind == "contents")
@@ -787,14 +787,14 @@ def _experts(folder: str, sharded: bool) -> None:
     assert fresh.state[model["expert"]]["exp_avg"].eq(0.1).all()
 
 
-def test_an_expert_without_tokens_has_no_state_on_one_rank(tmp_path: Path) -> None:
+def test_an_expert_may_lack_state_on_one_rank(tmp_path: Path) -> None:
     run_ranks(_experts, str(tmp_path), False, world_size=2)
     args = (str(tmp_path / "sharded"), True)
     message = all_ranks_raise(zarrckpt.UnsupportedLayoutError, _experts, *args, world_size=2)
     assert "'optim.state.expert.exp_avg'" in message and "ranks [1] have no entry" in message
 
 
-def test_options_arrive_in_the_form_that_an_optimizer_has(tmp_path: Path) -> None:
+def test_options_are_converted_to_the_optimizers_form(tmp_path: Path) -> None:
     module = nn.Linear(3, 2)
     optim = torch.optim.AdamW([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
@@ -829,7 +829,7 @@ def test_parameters_of_lazy_modules_are_named(tmp_path: Path) -> None:
         zarrckpt.save(state, tmp_path / "d")
 
 
-def test_numbers_of_a_file_fit_only_the_same_parameters(tmp_path: Path) -> None:
+def test_numbered_state_loads_only_into_the_same_parameters(tmp_path: Path) -> None:
     net, halves = Net(), ((0, 1), (2, 3, 4, 5))
     optim = _groups(net, *halves, lrs=(0.1, 0.2), momentum=0.9)
     _step(net, optim)
@@ -852,7 +852,7 @@ def test_numbers_of_a_file_fit_only_the_same_parameters(tmp_path: Path) -> None:
     assert moments(state["optim"]) == moments(optim)
 
 
-def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_path: Path) -> None:
+def test_options_that_determine_the_state_are_loaded(tmp_path: Path) -> None:
     """A fresh optimizer gets the checkpoint's state, even if its own options would have made other state."""
     for name, saved, fresh in (
         ("on", {"amsgrad": True}, {"amsgrad": False}),
@@ -868,7 +868,7 @@ def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_pa
         assert moments(target) == moments(optim)
 
 
-def test_names_that_a_user_gave_parameters_stay_the_target_s_own(tmp_path: Path) -> None:
+def test_names_given_to_parameters_are_not_loaded(tmp_path: Path) -> None:
     named, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     optim = torch.optim.Adam(named.named_parameters())
     bare = torch.optim.Adam(plain.parameters())
@@ -882,7 +882,7 @@ def test_names_that_a_user_gave_parameters_stay_the_target_s_own(tmp_path: Path)
     assert optim.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
-def test_several_optimizers_of_parts_of_one_module(tmp_path: Path) -> None:
+def test_several_optimizers_of_one_module_resume(tmp_path: Path) -> None:
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         net = Net()
@@ -898,7 +898,7 @@ def test_several_optimizers_of_parts_of_one_module(tmp_path: Path) -> None:
     assert [moments(optim) for optim in other["optims"]] == [moments(optim) for optim in state["optims"]]
 
 
-def test_a_stateful_object_without_state_yet_is_given_what_was_saved(tmp_path: Path) -> None:
+def test_a_stateful_without_state_gets_the_saved_state(tmp_path: Path) -> None:
     class Lazy:
         def __init__(self) -> None:
             self.state: dict[str, Any] = {}

@@ -163,9 +163,7 @@ def _all_kinds(url: str, saved: str) -> dict[tuple[str, bool | None], int]:
 
 
 @pytest.mark.parametrize("saved", ["fsdp", "grid"])
-def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
-    saved: str, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_are_fetched_once(saved: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = run_ranks(_all_kinds, place.url, saved, env=dict(place.env))
     for name, value in place.env.items():
         monkeypatch.setenv(name, value)
@@ -250,7 +248,7 @@ def _of_subsets(url: str) -> int:
     return reader.bytes_read
 
 
-def test_tensors_for_every_set_of_ranks(tmp_path: Path) -> None:
+def test_tensors_of_every_set_of_ranks_are_shared(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     assert sum(run_ranks(_of_subsets, url)) == stored_bytes(url)
 
@@ -341,7 +339,7 @@ def _other_targets(url: str) -> None:
     assert all(torch.equal(target[name], whole[name]) for name in names)
 
 
-def test_targets_of_every_kind(tmp_path: Path) -> None:
+def test_targets_of_every_kind_share_reads(tmp_path: Path) -> None:
     run_ranks(_other_targets, str(tmp_path / "run"))
 
 
@@ -378,7 +376,7 @@ def _some_ranks(url: str) -> int | None:
     return _load(url, "ddp", 6, True, process_group=group)
 
 
-def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
+def test_a_sub_group_shares_reads(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     fetched = run_ranks(_some_ranks, url)
     assert fetched[0] is fetched[2] is None
@@ -415,7 +413,7 @@ def _unshared(url: str) -> int:
     return flights.posts
 
 
-def test_nothing_is_handed_on_where_reads_are_not_shared(tmp_path: Path) -> None:
+def test_without_shared_reads_ranks_exchange_no_data(tmp_path: Path) -> None:
     assert run_ranks(_unshared, str(tmp_path / "run")) == [0] * 4
 
 
@@ -451,7 +449,7 @@ def _changed_plan(url: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["anew", "fewer"])
-def test_a_planner_that_changes_its_plan_reads_for_itself(how: str, tmp_path: Path) -> None:
+def test_a_planner_with_a_changed_plan_reads_alone(how: str, tmp_path: Path) -> None:
     run_ranks(_changed_plan, str(tmp_path / "run"), how)
 
 
@@ -528,7 +526,7 @@ def _loads_with_damage(url: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "missing", "short"])
-def test_damage_fails_those_who_need_the_chunk_and_nobody_else(how: str, tmp_path: Path) -> None:
+def test_damage_fails_only_ranks_that_need_the_chunk(how: str, tmp_path: Path) -> None:
     run_ranks(_loads_with_damage, str(tmp_path / "run"), how)
 
 
@@ -645,7 +643,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     ("how", "rank"),
     [("resolve", 2), ("read_data", 1), ("read_data", 0), ("piece", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
 )
-def test_only_the_rank_that_fails_in_dcp_is_named_and_the_others_read(how: str, rank: int, tmp_path: Path) -> None:
+def test_under_dcp_only_the_failing_rank_is_named(how: str, rank: int, tmp_path: Path) -> None:
     """It fails before it reads, between two rounds, or while it fetches or copies. Or it loses its peers ("lost")."""
     assert max(run_ranks(_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 
@@ -692,7 +690,7 @@ def _own_load_with_a_failing_rank(url: str, how: str, rank: int) -> float:
     ("how", "rank"),
     [("state_dict", 2), ("load_state_dict", 1), ("piece", 3), ("piece", 0), ("fetch", 1), ("check", 0)],
 )
-def test_who_fails_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -> None:
+def test_a_failing_rank_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -> None:
     assert max(run_ranks(_own_load_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 
 
@@ -718,7 +716,7 @@ def _waits_while_another_fails(url: str, share_reads: bool) -> float:
 
 
 @pytest.mark.parametrize("share_reads", [True, False])
-def test_the_others_do_not_read_on_in_vain(share_reads: bool, tmp_path: Path) -> None:
+def test_other_ranks_stop_reading_after_a_failure(share_reads: bool, tmp_path: Path) -> None:
     assert max(run_ranks(_waits_while_another_fails, str(tmp_path / "run"), share_reads)) < QUICK
 
 
@@ -751,20 +749,20 @@ def _killed_between_rounds(url: str, notes: str, how: str) -> None:
         except Exception as err:
             error = err
     right = not wrong("ddp", 1, target)
-    told = [time.monotonic() - began, right, type(error).__name__, str(error)]
-    Path(notes, str(dist.get_rank())).write_text(json.dumps(told))
+    results = [time.monotonic() - began, right, type(error).__name__, str(error)]
+    Path(notes, str(dist.get_rank())).write_text(json.dumps(results))
 
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
-def test_the_death_of_a_rank_ends_the_others_quickly(how: str, tmp_path: Path) -> None:
+def test_a_dead_rank_ends_the_load_on_the_others_soon(how: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
     with pytest.raises(RankError) as caught:
         run_ranks(_killed_between_rounds, str(tmp_path / "run"), str(notes), how)
     assert list(caught.value.failures) == [2]
-    told = {int(path.name): json.loads(path.read_text()) for path in notes.iterdir()}
-    assert told.keys() == {0, 1, 3}
-    for seconds, right, kind, text in told.values():
+    results = {int(path.name): json.loads(path.read_text()) for path in notes.iterdir()}
+    assert results.keys() == {0, 1, 3}
+    for seconds, right, kind, text in results.values():
         assert seconds < QUICK
         if how == "dcp":  # it read without the others, and fails when it would meet them again
             assert right and kind != "NoneType", (kind, text)

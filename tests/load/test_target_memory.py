@@ -66,7 +66,7 @@ def _refusal(load: Load, state: dict[str, Any], url: str) -> str:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_one_tensor_for_two_entries(load: Load, tmp_path: Path) -> None:
+def test_one_tensor_for_two_entries_needs_equal_contents(load: Load, tmp_path: Path) -> None:
     url, size = str(tmp_path / "run"), 90_000
     one, two = torch.full((size,), 1.0), torch.full((size,), 2.0)
     zarrckpt.save({"model": {"w": one}, "tied": {"w": one.clone()}, "ema": {"w": two}}, url)
@@ -88,7 +88,7 @@ class _Tied(nn.Module):
             self.b.weight = self.a.weight
 
 
-def test_a_tied_module_takes_tied_weights_only(tmp_path: Path) -> None:
+def test_a_tied_module_loads_only_tied_weights(tmp_path: Path) -> None:
     urls = {tied: str(tmp_path / str(tied)) for tied in (True, False)}
     saved = {tied: _Tied(tied) for tied in urls}
     for tied, url in urls.items():
@@ -112,7 +112,7 @@ def _random_view(base: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return view.mT if view.ndim > 1 and rng.random() < 0.3 else view
 
 
-def test_views_of_one_buffer(tmp_path: Path) -> None:
+def test_views_of_one_buffer_are_filled(tmp_path: Path) -> None:
     rng = random.Random(7)
     filled = refused = 0
     for number in range(40):
@@ -180,7 +180,7 @@ def test_a_stateful_gets_its_own_content(tmp_path: Path) -> None:
     assert not report.changed
 
 
-def test_groups_that_share_a_learning_rate_get_their_own(tmp_path: Path) -> None:
+def test_groups_that_share_a_learning_rate_tensor_get_their_own(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
 
     def optimizer(*rates: torch.Tensor) -> torch.optim.Optimizer:
@@ -287,7 +287,7 @@ def test_sharded_targets_in_one_memory_and_of_wrappers(placement: Placement, tmp
     run_ranks(_shared_on_ranks, str(tmp_path / "run"), placement, world_size=2)
 
 
-def test_a_staged_copy_keeps_views_apart(tmp_path: Path) -> None:
+def test_a_staged_copy_keeps_views_separate(tmp_path: Path) -> None:
     base = torch.rand(600_000)
     state = {"a": base, "b": base, "c": base[1:], "d": base.view(600, 1000).T, "e": base.view(600, 1000)[:, 1::2]}
     zarrckpt.async_save(state, str(tmp_path / "run")).result()

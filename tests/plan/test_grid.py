@@ -45,7 +45,7 @@ def cells(box: Box) -> set[Ints]:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 6), max_size=3).map(tuple))
-def test_intersect_is_the_shared_cells(data: st.DataObject, shape: Ints) -> None:
+def test_intersect_returns_the_shared_cells(data: st.DataObject, shape: Ints) -> None:
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     shared = intersect(one, other)
     assert (set() if shared is None else cells(shared)) == cells(one) & cells(other)
@@ -82,7 +82,7 @@ def test_subchunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
 
 @settings(deadline=None)
 @given(grids())
-def test_subchunks_are_runs_of_the_chunk_s_elements(grid: Grid) -> None:
+def test_subchunks_are_consecutive_elements_of_a_chunk(grid: Grid) -> None:
     assert grid.subchunk_shape is None or is_consecutive(grid.chunk_shape, grid.subchunk_shape)
     elements = np.arange(math.prod(grid.chunk_shape)).reshape(grid.chunk_shape)
     runs = [elements[grid.subchunk_box(number).slices()].reshape(-1) for number in range(grid.subchunks_per_chunk)]
@@ -90,7 +90,7 @@ def test_subchunks_are_runs_of_the_chunk_s_elements(grid: Grid) -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.data())
-def test_what_is_a_run(chunk: Ints, data: st.DataObject) -> None:
+def test_consecutive_elements_are_recognised(chunk: Ints, data: st.DataObject) -> None:
     sub = tuple(data.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0])) for n in chunk)
     elements = np.arange(math.prod(chunk)).reshape(chunk)
     first = elements[tuple(slice(0, k) for k in sub)].reshape(-1)
@@ -99,7 +99,7 @@ def test_what_is_a_run(chunk: Ints, data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_ravel_is_numpy_s(counts: list[int], data: st.DataObject) -> None:
+def test_ravel_equals_numpys(counts: list[int], data: st.DataObject) -> None:
     index = tuple(data.draw(st.integers(0, n - 1)) for n in counts)
     assert ravel(index, counts) == np.ravel_multi_index(index, counts)
     assert unravel(ravel(index, counts), counts) == index
@@ -149,7 +149,7 @@ def check_fit(grid: Grid, boxes: list[Box]) -> None:
 
 @settings(deadline=None)
 @given(sharded(), st.sampled_from([1, 2, 4, 8, 16]))
-def test_torch_s_shards_are_one_chunk_each(case: tuple[Ints, list[Box]], itemsize: int) -> None:
+def test_torchs_shards_are_one_chunk_each(case: tuple[Ints, list[Box]], itemsize: int) -> None:
     """Except if their extents divide into no subchunks."""
     shape, boxes = case
     total = math.prod(shape) * itemsize
@@ -185,7 +185,7 @@ def test_large_chunks_are_divided(case: tuple[Ints, list[Box]], itemsize: int, l
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8, 16]))
-def test_an_array_that_nothing_cuts_has_usual_subchunks(shape: Ints, itemsize: int) -> None:
+def test_an_uncut_array_has_usual_subchunks(shape: Ints, itemsize: int) -> None:
     grid = choose_grid(shape, [Box((0,) * len(shape), shape)], itemsize)
     check_cover(grid, itemsize)
     nbytes = math.prod(grid.chunk_shape) * itemsize
@@ -218,7 +218,7 @@ def rows(n: int, parts: int, columns: int) -> list[Box]:
         ((200_000_014,), [Box((0,), (100_000_007,)), Box((100_000_007,), (100_000_007,))]),
     ],
 )
-def test_awkward_sizes_have_few_objects_and_subchunks_and_move_little(shape: Ints, boxes: list[Box]) -> None:
+def test_awkward_sizes_need_few_objects_and_move_little(shape: Ints, boxes: list[Box]) -> None:
     grid = choose_grid(shape, boxes, 4)
     check_cover(grid, 4)
     assert math.prod(grid.chunk_shape) * 4 <= MAX_CHUNK_BYTES * 17 / 16
@@ -235,7 +235,7 @@ def test_awkward_sizes_have_few_objects_and_subchunks_and_move_little(shape: Int
         [0, 500, 999, 1499, 2000],
     ],
 )
-def test_rows_cut_at_odd_places_do_not_get_an_object_each(cuts: list[int]) -> None:
+def test_oddly_cut_rows_share_objects(cuts: list[int]) -> None:
     boxes = [Box((a, 0), (b - a, 4)) for a, b in itertools.pairwise(cuts)]
     assert choose_grid((cuts[-1], 4), boxes, 4).num_chunks == 1
 
@@ -263,7 +263,7 @@ def test_a_scalar_is_one_chunk() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4).map(tuple), st.sampled_from([1, 2, 4, 8, 16]))
-def test_a_given_chunk_is_divided_as_it_is(chunk: Ints, itemsize: int) -> None:
+def test_a_given_chunk_keeps_its_shape(chunk: Ints, itemsize: int) -> None:
     """A copy with ``chunks=`` has these chunks exactly."""
     check_cover(Grid(chunk, chunk, subchunk_shape(chunk, itemsize)), itemsize)
 

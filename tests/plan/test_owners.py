@@ -129,7 +129,7 @@ def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
     assert nbytes <= max(limit, itemsize) or grid == unmerged
 
 
-def test_a_merged_chunk_spans_so_many_pieces_at_most() -> None:
+def test_merged_chunks_span_a_bounded_number_of_pieces() -> None:
     """Each piece needs a connection to its holder."""
     boxes = [Box((row,), (1,)) for row in range(4 * MAX_PIECES)]
     grid = choose_grid((len(boxes),), boxes, 4, min_piece_bytes=ALWAYS)
@@ -183,7 +183,7 @@ def _touched(grid: Grid, chunk: Ints, box: Box) -> Iterator[int]:
 
 @pytest.mark.parametrize("rows", [4096, 14336, 1024, 128256])
 @pytest.mark.parametrize("parts", [(64, 1), (512, 1), (1, 64), (8, 8), (64, 8)], ids=str)
-def test_who_held_a_piece_reads_little_more_than_it_again(rows: int, parts: tuple[int, int]) -> None:
+def test_holders_of_a_piece_read_little_more_than_it(rows: int, parts: tuple[int, int]) -> None:
     """Weights of 4096 columns in float32. Below 1 MiB, a piece shares its subchunk with others."""
     shape, ranks = (rows, 4096), math.prod(parts)
     boxes = cut(shape, parts)
@@ -378,7 +378,7 @@ def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Planne
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=30), st.data())
-def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_replicas_are_divided_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
     planned = [
         PlannedTensor(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
@@ -403,7 +403,7 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
     )
 
 
-def test_the_largest_are_dealt_first() -> None:
+def test_the_largest_chunks_are_assigned_first() -> None:
     sizes = [1, 1, 1, 1, 1, 1, 6, 2, 2, 2, 6]
     planned = [
         PlannedTensor(str(k), Grid((n,), (n,)), 4, [BoxOnRanks(Box((0,), (n,)), (0, 1, 2, 3))])
@@ -464,9 +464,7 @@ def test_chunks_whose_pieces_move_are_bundled_in_order(
     ),
     st.integers(1, 200),
 )
-def test_no_rank_is_above_the_limit_but_for_a_single_transfer(
-    case: tuple[int, list[dict[int, int]]], limit: int
-) -> None:
+def test_a_rank_exceeds_the_limit_only_by_one_transfer(case: tuple[int, list[dict[int, int]]], limit: int) -> None:
     world, needs = case
     columns = [(np.array([*need], np.int64), np.array([*need.values()], np.int64)) for need in needs]
     numbers = _owners.schedule(columns, world, limit)
@@ -556,7 +554,7 @@ def all_shares(nodes: dict[str, ArrayNode], targets: list[list[tuple[str, Box]]]
 
 @settings(deadline=None)
 @given(targets(), st.integers(1, 800))
-def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
+def test_shared_subchunks_are_fetched_by_one_rank_and_sent(
     case: tuple[dict[str, ArrayNode], list[list[tuple[str, Box]]]], limit: int
 ) -> None:
     nodes, wanted = case
@@ -597,7 +595,7 @@ def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
 
 
 @pytest.mark.parametrize("world", [4, 64])
-def test_replicas_are_fetched_by_all_ranks_alike(world: int) -> None:
+def test_replicas_are_fetched_evenly_by_all_ranks(world: int) -> None:
     """Plain weights on every rank: the loads are even, and in each full round every rank fetches something."""
     shape, limit = (4096, 4096), 128 * MIB
     nodes = {f"w{n}": ArrayNode(f"w{n}", Grid(shape, (2048, 4096), (64, 4096)), by_name("float32")) for n in range(16)}
@@ -617,7 +615,7 @@ def test_replicas_are_fetched_by_all_ranks_alike(world: int) -> None:
     assert all(len(step.sends) <= 1 for own in shares for step in own.values())
 
 
-def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
+def test_only_the_needed_columns_are_sent() -> None:
     """Rows saved, columns loaded: each rank fetches its share, and sends each other rank only that rank's columns."""
     shape, world = (4096, 4096), 8
     node = ArrayNode("w", Grid(shape, (512, 4096), (64, 4096)), by_name("float32"))
@@ -636,7 +634,7 @@ def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
         assert sent == 7 * MIB
 
 
-def test_pieces_that_nobody_shares_are_left_alone() -> None:
+def test_unshared_pieces_are_not_sent() -> None:
     node = ArrayNode("w", Grid((8, 8), (2, 8)), by_name("float32"))
     boxes = [[("w", Box((2 * rank, 0), (2, 8)))] for rank in range(4)]
     assert all_shares({"w": node}, boxes, 100) == [{}, {}, {}, {}]

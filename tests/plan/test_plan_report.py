@@ -56,7 +56,7 @@ def plain() -> dict[str, Any]:
     }
 
 
-def test_chunks_fit_into_the_memory_for_them() -> None:
+def test_chunks_fit_into_the_memory_bound() -> None:
     """A chunk whose pieces move is in memory as a whole."""
     state = {"w": torch.zeros(48 << 20, dtype=torch.uint8)}
     assert planned(state).objects == 1 and planned(state, max_inflight_bytes=16 << 20).objects > 2
@@ -106,7 +106,7 @@ def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_chunk_bytes": 500}, {"max_chunk_bytes": 64, "fill_bytes": 32}], ids=str)
-def test_without_a_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_plan_needs_no_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
     url, state = str(tmp_path / "run"), plain()
     report = planned(state, **sizes)
     saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
@@ -263,7 +263,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
     ],
     ids=str,
 )
-def test_four_ranks(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_four_ranks_get_one_report(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     answers = run_ranks(_plan_and_save, url, name, sizes)
     reports, saves = [answer[0] for answer in answers], [answer[1] for answer in answers]
@@ -310,7 +310,7 @@ def _of_some_ranks() -> PlanReport | None:
     return planned({"w": full((7,), 1), "v": full((8,), 1), "u": full((9,), 1)}, process_group=group)
 
 
-def test_a_process_group_of_some_ranks() -> None:
+def test_a_sub_group_is_planned() -> None:
     alone, *reports = run_ranks(_of_some_ranks)
     assert alone is None and all(report == reports[0] for report in reports)
     assert reports[0].ranks == 3 and sorted(reports[0].rank_bytes) == [56, 64, 72]
@@ -319,7 +319,7 @@ def test_a_process_group_of_some_ranks() -> None:
 # -- errors of plans
 
 
-def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
+def test_plans_raise_the_errors_of_a_save(tmp_path: Path) -> None:
     for state in ({"s": torch.eye(3).to_sparse()}, 3):
         with pytest.raises(UnsupportedValueError) as by_save:
             zarrckpt.save(state, str(tmp_path / "run"))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
 
 
 @pytest.mark.parametrize("compared", [True, False])
-def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
+def test_replicas_without_digests_are_written_by_one_rank(compared: bool) -> None:
     """They may differ, and no rank had a mixture of them."""
     entry = DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (1000,), "torch.float32")
     gathered = AllDescriptions([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
@@ -63,7 +63,7 @@ def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
     assert len({*plan.chunk_owners.owner.tolist()}) == (4 if compared else 1)
 
 
-def test_a_plan_is_another_one_where_another_rank_writes() -> None:
+def test_plans_differ_if_another_rank_writes() -> None:
     one, other = (_planned("fsdp-tp", 24) for _ in range(2))
     other.chunk_owners.owner[0] = (other.chunk_owners.owner[0] + 1) % 24
     assert one.digest == _planned("fsdp-tp", 24).digest != other.digest
@@ -81,7 +81,7 @@ def test_a_plan_is_another_one_where_another_rank_writes() -> None:
         ("pipeline", 64, None),
     ],
 )
-def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None) -> None:
+def test_parts_of_the_plan_fit_together(layout: str, ranks: int, least: int | None) -> None:
     plan = _planned(layout, ranks, least)
     written: Counter[tuple[str, Any]] = Counter()
     documents: Counter[str] = Counter()
@@ -125,7 +125,7 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
     assert set(documents.values()) == {1} and len(documents) > 120
 
 
-def test_every_process_computes_the_same(tmp_path: Path) -> None:
+def test_every_process_computes_the_same_plan(tmp_path: Path) -> None:
     """No result depends on the order of a set, or on a hash."""
     program = (
         "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); "
@@ -148,7 +148,7 @@ def test_every_process_computes_the_same(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
-def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
+def test_messages_and_documents_grow_only_with_tensors() -> None:
     sizes = []
     for ranks in (8, 1024):
         with patch.dict(plan_scale.MODELS, SMALL):
@@ -312,7 +312,7 @@ def _forgotten(folder: str) -> None:
     saves(_state(5), 0)
 
 
-def test_plans_that_a_rank_does_not_know(tmp_path: Path) -> None:
+def test_ranks_without_the_cached_plan_get_it(tmp_path: Path) -> None:
     run_ranks(_forgotten, str(tmp_path))
     run_ranks(_same_again, str(tmp_path / "other"))  # in the same processes, with another group
 
@@ -335,7 +335,7 @@ def _random_state(turn: int, shapes: list[dict[str, int]], rank: int) -> dict[st
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_changes(seed: int) -> None:
+def test_random_changes_renew_the_plan(seed: int) -> None:
     world = 2 + seed % 4
     with kept(), memory_store() as store, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -30,7 +30,7 @@ def _indices(held: list[LocalBox], dim: int = 0) -> list[int]:
     mesh=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
     data=st.data(),
 )
-def test_cuts_in_the_true_order(n: int, mesh: Ints, data: st.DataObject) -> None:
+def test_cuts_follow_the_order_of_sharding(n: int, mesh: Ints, data: st.DataObject) -> None:
     """As in FSDP2 over TP, several mesh dimensions cut a dimension, in any order."""
     order = data.draw(st.permutations(range(len(mesh))))
     # A placement's split factor shows which later mesh dimensions cut before it.
@@ -49,7 +49,7 @@ def test_cuts_in_the_true_order(n: int, mesh: Ints, data: st.DataObject) -> None
     assert sorted(seen) == list(range(n))
 
 
-def test_the_case_that_torch_gets_wrong() -> None:
+def test_a_case_that_torch_computes_wrongly() -> None:
     """25 rows over dp 4 x tp 2: rank 6 holds row 12 only."""
     held = held_boxes((25,), (4, 2), (3, 0), [Cut(0, 2), Cut(0)])
     assert _indices(held) == [12]
@@ -78,7 +78,7 @@ def test_several_dimensions_and_replicas() -> None:
     mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
     data=st.data(),
 )
-def test_what_all_places_of_a_mesh_hold(shape: Ints, mesh: Ints, data: st.DataObject) -> None:
+def test_boxes_of_all_coordinates_tile_the_tensor(shape: Ints, mesh: Ints, data: st.DataObject) -> None:
     """The result equals that of each coordinate alone."""
     cut = st.builds(Cut, st.integers(0, len(shape) - 1), st.integers(1, 4)) if shape else st.none()
     cuts = tuple(data.draw(st.none() | cut) for _ in mesh)

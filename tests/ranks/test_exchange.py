@@ -228,7 +228,7 @@ def _then_destroyed(folder: str) -> tuple[int, bool]:
     return report.moved_bytes, group() is None
 
 
-def test_what_is_kept_between_calls_does_not_hold_the_default_group(tmp_path: Path) -> None:
+def test_kept_meshes_do_not_keep_the_default_group(tmp_path: Path) -> None:
     """Its threads and sockets would stay."""
     for moved, gone in run_ranks(_then_destroyed, str(tmp_path)):
         assert moved and gone
@@ -255,7 +255,7 @@ def _groups(folder: str) -> tuple[list[str], list[Any]]:
     return wrong, sorted(idle_meshes())
 
 
-def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
+def test_groups_of_ranks_have_separate_meshes(tmp_path: Path) -> None:
     for rank, (wrong, meshes) in enumerate(run_ranks(_groups, str(tmp_path))):
         assert not wrong and meshes == sorted([(ALL, "foreground"), ((rank % 2, rank % 2 + 2), "foreground")])
 
@@ -399,7 +399,7 @@ def _while_another_is_halfway(folder: str) -> list[str]:
     return wrong
 
 
-def test_saves_while_another_is_in_its_exchange(tmp_path: Path) -> None:
+def test_a_save_may_overlap_another_ones_exchange(tmp_path: Path) -> None:
     assert run_ranks(_while_another_is_halfway, str(tmp_path)) == [[]] * 4
 
 
@@ -422,7 +422,7 @@ def _side_by_side(folder: str) -> list[str]:
     return [w for lane in (0, 1) for number in range(5) for w in _wrong(f"{folder}/{lane}-{number}", number + lane / 2)]
 
 
-def test_saves_side_by_side(tmp_path: Path) -> None:
+def test_saves_run_side_by_side(tmp_path: Path) -> None:
     assert run_ranks(_side_by_side, str(tmp_path)) == [[]] * 4
 
 
@@ -656,7 +656,7 @@ def _leave_at_once(how: str, slow: int) -> str:
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
 @pytest.mark.parametrize("slow", [0, 2])
-def test_nobody_leaves_a_mesh_before_all_have_joined(slow: int, how: str) -> None:
+def test_no_rank_leaves_a_mesh_before_all_have_joined(slow: int, how: str) -> None:
     assert run_ranks(_leave_at_once, how, slow) == [""] * 4
 
 
@@ -786,7 +786,7 @@ def _balanced(folder: str) -> dict[str, float]:
     return {name: max(report.rank_bytes) * 4 / report.nbytes for name, report in reports.items()}
 
 
-def test_what_ranks_write_is_balanced(tmp_path: Path) -> None:
+def test_written_bytes_are_balanced(tmp_path: Path) -> None:
     for name, excess in run_ranks(_balanced, str(tmp_path))[0].items():
         assert 1 <= excess <= 1.1, (name, excess)
 
@@ -847,7 +847,7 @@ def _one_after_the_other(folder: str, seed: int) -> list[str]:
     return wrong
 
 
-def test_random_layouts_one_after_the_other(tmp_path: Path) -> None:
+def test_random_layouts_are_saved_one_after_the_other(tmp_path: Path) -> None:
     assert run_ranks(_one_after_the_other, str(tmp_path), 1, timeout=400) == [[]] * 4
 
 
@@ -873,7 +873,7 @@ def _altered_on_its_way(url: str) -> list[str]:
     return wrong
 
 
-def test_what_is_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+def test_data_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
     assert not any(run_ranks(_altered_on_its_way, str(tmp_path / "run")))
 
 
@@ -904,5 +904,5 @@ def _a_put_fails_while_others_wait_to_begin() -> None:
         zarrckpt.save(state, "run", options=options)
 
 
-def test_a_put_that_fails_ends_the_save_whatever_is_waited_for() -> None:
+def test_a_failed_put_ends_the_save_at_any_wait() -> None:
     run_ranks(_a_put_fails_while_others_wait_to_begin, world_size=2, timeout=60)

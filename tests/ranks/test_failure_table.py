@@ -72,14 +72,14 @@ STEPS: dict[str, tuple[type, str]] = {
 
 
 def _named(url: str, rank: int) -> list[str]:
-    """Return the error of a save. Check that it names a rank, and that nothing is committed."""
+    """Return the error of a save. Check that it names a rank, and that no checkpoint is committed."""
     with pytest.raises(zarrckpt.CheckpointError) as caught:
         zarrckpt.save(state(1.0), url)
-    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert f"rank {rank}" in " ".join(told), told
+    texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert f"rank {rank}" in " ".join(texts), texts
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(url)
-    return told
+    return texts
 
 
 def _fail(step: str) -> Callable[[], None]:
@@ -99,19 +99,19 @@ def _errors(folder: str) -> None:
         if rank == failing:
             with before(cls, name, _fail(step)):
                 began = time.monotonic()
-                told = _named(url, failing)
+                texts = _named(url, failing)
         else:
             began = time.monotonic()
-            told = _named(url, failing)
-        assert f"no luck with {step}" in told[0] and "failed ranks" in told[0] and time.monotonic() - began < 20
-        assert f"(failed ranks: {failing})" in told[0], told
+            texts = _named(url, failing)
+        assert f"no luck with {step}" in texts[0] and "failed ranks" in texts[0] and time.monotonic() - began < 20
+        assert f"(failed ranks: {failing})" in texts[0], texts
         dist.barrier()
         # The next save works.
         zarrckpt.save(state(number), f"{url}-again")
         check(f"{url}-again", number)
 
 
-def test_an_error_at_any_step_is_raised_by_all_and_names_its_rank_alone(tmp_path: Path) -> None:
+def test_an_error_at_any_step_names_only_its_rank_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_errors, str(tmp_path), world_size=WORLD)
 
 
@@ -141,21 +141,21 @@ def _absences(folder: str) -> None:
     check(f"{folder}/last", 0.0)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_an_absent_rank_is_named(tmp_path: Path) -> None:
     run_ranks(_absences, str(tmp_path), world_size=WORLD)
 
 
 def _other_plans(url: str) -> str:
     digest = property(lambda self: b"another plan" if dist.get_rank() == 2 else b"a plan")
     with patch.object(SavePlan, "digest", digest):
-        (told, *_) = _named(url, 0)
+        (text, *_) = _named(url, 0)
     assert not any(name.startswith("c.") for _, _, files in os.walk(url) for name in files)
-    return told
+    return text
 
 
-def test_ranks_with_other_plans_are_named_before_anything_is_written(tmp_path: Path) -> None:
-    for told in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
-        assert "ranks [2]" in told
+def test_ranks_with_different_plans_are_named_before_a_write(tmp_path: Path) -> None:
+    for text in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
+        assert "ranks [2]" in text
 
 
 def _written_twice(url: str) -> None:
@@ -166,8 +166,8 @@ def _written_twice(url: str) -> None:
 
 
 def test_a_chunk_that_two_ranks_write_is_named(tmp_path: Path) -> None:
-    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
-    assert "'written_twice', 0 were not written and 1 were written more than once" in told
+    text = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
+    assert "'written_twice', 0 were not written and 1 were written more than once" in text
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "one")
 
@@ -179,8 +179,8 @@ def _not_written(url: str) -> None:
 
 
 def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
-    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
-    assert "1 planned entries were not written (['not_written'])" in told
+    text = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
+    assert "1 planned entries were not written (['not_written'])" in text
 
 
 def _destroyed(folder: str) -> None:
@@ -194,7 +194,7 @@ def _destroyed(folder: str) -> None:
     check(f"{folder}/two", 2.0)
 
 
-def test_a_save_ends_without_the_default_group_and_the_next_group_saves(tmp_path: Path) -> None:
+def test_a_save_survives_the_end_of_the_default_group(tmp_path: Path) -> None:
     run_ranks(_destroyed, str(tmp_path), world_size=WORLD)
 
 
@@ -303,7 +303,7 @@ def test_a_coordinator_that_dies_before_the_commit_fails_the_save(step: str, tmp
         zarrckpt.open(tmp_path / "one")
 
 
-def test_ranks_that_lose_the_coordinator_after_the_commit_have_saved(tmp_path: Path) -> None:
+def test_losing_the_coordinator_after_the_commit_is_a_success(tmp_path: Path) -> None:
     found = outcomes(Fault(0, "committed", signal.SIGKILL), tmp_path, 10)
     saved = zarrckpt.open(tmp_path / "one").save_id
     assert found == {rank: ("saved", saved) for rank in (1, 2, 3)}

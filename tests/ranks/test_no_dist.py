@@ -113,7 +113,7 @@ class _Fails:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_rank_alone_waits_for_nobody(who: int, tmp_path: Path) -> None:
+def test_one_rank_alone_waits_for_no_other(who: int, tmp_path: Path) -> None:
     run_ranks(_one_rank_alone, str(tmp_path), who, world_size=2, timeout=60)
 
 
@@ -140,7 +140,7 @@ def _each_rank_its_own(folder: str) -> None:
         assert torch.equal(target["w"], torch.arange(7.0) + 100 * other) and target["step"] == other
 
 
-def test_each_rank_saves_and_loads_checkpoints_of_its_own(tmp_path: Path) -> None:
+def test_each_rank_saves_and_loads_its_own_checkpoint(tmp_path: Path) -> None:
     run_ranks(_each_rank_its_own, str(tmp_path), world_size=3)
     for number in (1, 2):
         assert (zarrckpt.open(tmp_path / f"shared-{number}")["w"][:] == torch.arange(7.0).numpy()).all()
@@ -177,7 +177,7 @@ def _sharded(folder: str) -> None:
     dist.barrier()
 
 
-def test_what_other_ranks_hold_a_part_of_is_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_sharded_over_other_ranks_are_refused_by_name(tmp_path: Path) -> None:
     run_ranks(_sharded, str(tmp_path), world_size=4)
     assert not [*tmp_path.iterdir()]
 
@@ -211,7 +211,7 @@ def test_one_rank_loads_its_part_of_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_load_own_part, str(tmp_path / "one"), world_size=2, timeout=60)
 
 
-def test_without_a_process_group_it_changes_nothing(tmp_path: Path) -> None:
+def test_no_dist_has_no_effect_without_a_process_group(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(2)}, tmp_path / "one", no_dist=True)
     target = {"w": torch.zeros(2)}
     zarrckpt.load(target, tmp_path / "one", no_dist=True)

@@ -710,7 +710,7 @@ def _killed_amid_pieces() -> Any:
         return said(both)
 
 
-def test_a_rank_killed_amid_pieces_is_named() -> None:
+def test_a_rank_killed_while_sending_pieces_is_named() -> None:
     answers = apart(_killed_amid_pieces)
     assert sorted(answers) == [0, 1, 2]
     for text, took in answers.values():

@@ -62,7 +62,7 @@ RECORDS = [
 """One of each record that ranks send."""
 
 
-def test_every_record_comes_back_as_it_was() -> None:
+def test_every_record_round_trips() -> None:
     shown = repr(RECORDS)
     assert not [name for name in wire._by_name if f"{name}(" not in shown and name != "StatePath"]
     for one in RECORDS:
@@ -86,13 +86,13 @@ values = st.recursive(
 
 
 @given(values)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     found = wire.decode(wire.encode(value))
     assert found == value and repr(found) == repr(value)
 
 
 @pytest.mark.parametrize("dtype", ["?", "<u1", "<u4", ">i8", "<f2", "<f8"])
-def test_arrays_come_back_as_they_were(dtype: str) -> None:
+def test_arrays_round_trip(dtype: str) -> None:
     for array in (np.zeros((), dtype), np.zeros((2, 0), dtype), np.arange(6).astype(dtype).reshape(2, 3).T):
         found = wire.decode(wire.encode({"a": [array]}))["a"][0]
         assert found.dtype == array.dtype and found.shape == array.shape and (found == array).all()
@@ -100,7 +100,7 @@ def test_arrays_come_back_as_they_were(dtype: str) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_other_bytes_are_errors(data: bytes) -> None:
+def test_invalid_bytes_are_errors(data: bytes) -> None:
     _refused(data)
 
 

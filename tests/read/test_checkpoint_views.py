@@ -63,7 +63,7 @@ def test_info_adds_up(ckpt: zarrckpt.Checkpoint) -> None:
     assert ckpt.select("model").info.nbytes == ckpt.groups["model"].nbytes == (15 + 5 + 10 + 2) * 4
 
 
-def test_one_entry_is_not_those_whose_names_begin_alike(tmp_path: Path) -> None:
+def test_an_entry_does_not_match_longer_names(tmp_path: Path) -> None:
     zarrckpt.save({"a": torch.ones(3), "a.b": torch.ones(5), "v": 1}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
     assert [ckpt.entry(fqn).nbytes for fqn in ckpt] == [12, 20, 0]
@@ -86,7 +86,7 @@ def test_html_shows_groups_and_escapes_names(tmp_path: Path) -> None:
     assert "saved 20" in text and "by 1 rank," in text and "step <b>5</b>" in text and "2.41 KB" in text
 
 
-def test_load_gives_back_what_was_nested(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
+def test_load_returns_the_nested_state(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
     found = ckpt.load()
     assert type(found["ema"]) is OrderedDict and found["ema"]["w"].dtype == torch.bfloat16
     assert torch.equal(found["ema"]["w"], state["ema"]["w"]) and torch.equal(found["list"][0], torch.ones(2))
@@ -101,11 +101,11 @@ def test_load_gives_back_what_was_nested(ckpt: zarrckpt.Checkpoint, state: dict[
         ckpt.load(device="nowhere")
 
 
-def test_arrays_say_where_they_are(ckpt: zarrckpt.Checkpoint) -> None:
+def test_arrays_show_their_url_and_path(ckpt: zarrckpt.Checkpoint) -> None:
     assert repr(ckpt["ema.w"]) == f"<Array {ckpt.url}/ema/w shape=(4, 6) dtype=bfloat16>"
 
 
-def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
+def test_a_wrong_name_suggests_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
     for ask in (ckpt.__getitem__, ckpt.entry, ckpt.writers, ckpt.read, ckpt.select, ckpt.load):
         with pytest.raises(zarrckpt.KeyMismatchError, match=r"model\.0\.weight"):
             ask("model.0.weigth")
@@ -120,7 +120,7 @@ def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) ->
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path: Path) -> None:
+def test_stored_bytes_equal_the_sizes_of_objects(compression: str | None, tmp_path: Path) -> None:
     """Subchunks, cut chunks, scalars, blobs, empty ones."""
     state = {
         "large": torch.zeros(1100, 600),
@@ -165,7 +165,7 @@ def test_xarray_reads_and_checks(ckpt: zarrckpt.Checkpoint, state: dict[str, Any
         ckpt.to_xarray("nothing")
 
 
-def test_xarray_has_the_part_alone(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
+def test_xarray_contains_only_the_selected_part(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
     part = ckpt.select("model.0", "ema")
     tree = part.to_xarray()
     assert {*tree.children} == {"model", "ema"} and {*tree["model"].data_vars} == {"0.weight", "0.bias"}
@@ -221,7 +221,7 @@ def cast_pair(old: str, new: str) -> tuple[torch.Tensor, torch.Tensor]:
     return one.reshape(8, -1), copy.reshape(8, -1)
 
 
-def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) -> None:
+def test_diff_across_dtypes_counts_more_than_rounding(tmp_path: Path) -> None:
     pairs = {f"{old} as {new}": cast_pair(old, new) for old, new in CASTS}
     wide: dict[str, Any] = {name: pair[0] for name, pair in pairs.items()}
     narrow: dict[str, Any] = {name: pair[1] for name, pair in pairs.items()}

@@ -376,12 +376,12 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_files(kind: str, local: Callable[[str], Subject]) -> None:
+def test_damage_of_local_files_is_found(kind: str, local: Callable[[str], Subject]) -> None:
     found = campaign([local(kind)], -(-DAMAGES * 9 // (10 * len(KINDS))), SEED)
     assert not found, "\n".join(found[:20])
 
 
-def test_s3() -> None:
+def test_damage_on_s3_is_found() -> None:
     with served() as server:
         kinds = ("plain", "subchunks", "zstd", "tree")
         subjects = [subject(kind, f"s3://bucket/{kind}", server.storage_options) for kind in kinds]
@@ -389,7 +389,7 @@ def test_s3() -> None:
     assert not found, "\n".join(found[:20])
 
 
-def test_without_damage_nothing_is_found(local: Callable[[str], Subject], tmp_path: Path) -> None:
+def test_verify_finds_no_damage_in_an_intact_checkpoint(local: Callable[[str], Subject], tmp_path: Path) -> None:
     """The procedure itself finds no fault in a whole checkpoint."""
     for kind in KINDS:
         one = subject(kind, str(tmp_path / kind))

@@ -143,7 +143,7 @@ def test_portable_dtypes_need_no_package(tmp_path: Path) -> None:
         assert found[name] == (DTYPES[name].portable.name, shape, data)
 
 
-def test_bfloat16_stops_groups_without_the_package(tmp_path: Path) -> None:
+def test_bfloat16_fails_groups_without_the_package(tmp_path: Path) -> None:
     """The calls that ``docs/how-to/read.md`` names, and no others."""
     url, w = str(tmp_path / "ck"), torch.arange(3.0)
     zarrckpt.save({"plain": {"w": w}, "mixed": {"w": w, "half": w.bfloat16()}}, url)
@@ -207,7 +207,7 @@ def test_tensorstore_reads_parts(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("path", ["square/float32", "large/w"])
-def test_both_check_what_they_read(saved: Saved, path: str) -> None:
+def test_both_readers_check_their_reads(saved: Saved, path: str) -> None:
     """A flipped bit raises in both, because the checksums are codecs of Zarr."""
     file = Path(saved.url, f"{saved.tree}{path}", "c.0.0")
     original = file.read_bytes()
@@ -222,7 +222,7 @@ def test_both_check_what_they_read(saved: Saved, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
-def test_fill_values_stand_out_in_both(name: str, tmp_path: Path) -> None:
+def test_absent_chunks_read_as_a_distinct_fill_value(name: str, tmp_path: Path) -> None:
     """A missing chunk reads as a value that no weight has, the same in both."""
     url = str(tmp_path / "ck")
     zarrckpt.save({"w": random_tensor(name, (3,))}, url)
@@ -255,7 +255,7 @@ def on_s3(request: pytest.FixtureRequest, moto_bucket: S3Place) -> tuple[str, Sa
     return url, Saved(url, f"{tree}/" if tree else "", flat(state))
 
 
-def test_on_s3(on_s3: tuple[str, Saved], moto_bucket: S3Place, tmp_path: Path) -> None:
+def test_readers_read_from_s3(on_s3: tuple[str, Saved], moto_bucket: S3Place, tmp_path: Path) -> None:
     url, saved = on_s3
     options = moto_bucket.storage_options
     opened = zarrckpt.open(url, storage_options=options)

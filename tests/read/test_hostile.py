@@ -56,7 +56,7 @@ def test_changed_documents_chunks_and_markers() -> None:
     assert all(opened.values())  # some of each kind open
 
 
-def test_documents_that_claim_more_than_there_is() -> None:
+def test_documents_that_claim_more_than_is_stored() -> None:
     """Terabytes, products that overflow, thousands of dimensions: all fail soon and with little memory."""
     assert "0 faults" in fuzz("shapes", "40", "--seed", "5", "--address-space", "3000000000")
 
@@ -176,14 +176,14 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_when_it_is_opened(name: str, forgery: Forgery) -> None:
+def test_forged_roots_are_refused_on_opening(name: str, forgery: Forgery) -> None:
     REFUSED[name](forgery)
     forgery.write()
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
         zarrckpt.open(forgery.folder)
 
 
-def test_the_same_without_a_change_opens(forgery: Forgery) -> None:
+def test_the_unchanged_root_opens(forgery: Forgery) -> None:
     put(forgery, "x", "x", ["x"], nest(20))
     forgery.write()
     ckpt = zarrckpt.open(forgery.folder)
@@ -195,7 +195,7 @@ def test_the_same_without_a_change_opens(forgery: Forgery) -> None:
 
 
 @pytest.mark.parametrize(("extent", "chunks"), [(2**58, None), (2**40, 2**20), (2**30, 1), (2**45, 1)])
-def test_claims_are_not_believed_before_they_are_seen(extent: int, chunks: int | None, forgery: Forgery) -> None:
+def test_claimed_sizes_allocate_no_memory(extent: int, chunks: int | None, forgery: Forgery) -> None:
     """Nothing is listed or allocated for chunks that are not stored, and nothing waits forever for memory."""
     shape(forgery, "model/w", extent, chunks=chunks)
     forgery.write()
@@ -215,7 +215,7 @@ def test_claims_are_not_believed_before_they_are_seen(extent: int, chunks: int |
             ckpt.writers("model.w")
 
 
-def test_a_chunk_that_is_claimed_to_be_huge_holds_nobody_up(forgery: Forgery) -> None:
+def test_a_chunk_claimed_to_be_huge_fails_soon(forgery: Forgery) -> None:
     """A load does not wait for memory that it can never get."""
     for path in ("model/w", "model/half", "layers/0"):
         shape(forgery, path, 3, chunks=2**58)
@@ -225,7 +225,7 @@ def test_a_chunk_that_is_claimed_to_be_huge_holds_nobody_up(forgery: Forgery) ->
         zarrckpt.load(target, forgery.folder, strict=False)
 
 
-def test_sizes_that_nothing_has_are_damage_of_their_table(tmp_path: Path) -> None:
+def test_impossible_sizes_are_damage_of_their_table(tmp_path: Path) -> None:
     forgery = Forgery(hostile.make(tmp_path / "ck", "zstd"))
     forgery.table("sizes", 2, 2**31)
     forgery.write()
@@ -235,7 +235,7 @@ def test_sizes_that_nothing_has_are_damage_of_their_table(tmp_path: Path) -> Non
         assert damage.key == f"@zarrckpt/{ckpt.save_id}/sizes/c.0"
 
 
-def test_what_does_not_decompress_is_an_error_for_every_reader(tmp_path: Path) -> None:
+def test_data_that_does_not_decompress_is_an_error_for_readers(tmp_path: Path) -> None:
     for kind in ("zstd", "blosc"):
         zarrckpt.save(
             {"w": (torch.arange(4000) // 32).to(torch.uint8)},
@@ -293,7 +293,7 @@ def test_values_whose_items_have_one_hash(forgery: Forgery) -> None:
                 ckpt[name]
 
 
-def test_what_readers_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_readers_refuse_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets of equal hashes are saved in another encoding. Keys of equal hashes, and very many lists, are refused."""
     values = {"set": {*ONE_HASH}, "dict": {"inner": (dict.fromkeys(ONE_HASH),)}}
     zarrckpt.save(values, tmp_path / "ck")
@@ -370,7 +370,7 @@ CLEAN_UPS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", CLEAN_UPS)
-def test_a_marker_does_not_lead_to_what_is_committed(how: str, tmp_path: Path) -> None:
+def test_a_forged_marker_deletes_no_committed_object(how: str, tmp_path: Path) -> None:
     """Markers that name a committed tree's arrays, another save's tree, or another attempt's objects."""
     for kind in ("plain", "tree"):
         folder = hostile.make(tmp_path / kind, kind)
@@ -385,7 +385,7 @@ def test_a_marker_does_not_lead_to_what_is_committed(how: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", [*CLEAN_UPS, "remove"])
-def test_nothing_outside_is_deleted(how: str, tmp_path: Path) -> None:
+def test_no_object_outside_is_deleted(how: str, tmp_path: Path) -> None:
     """Paths that lead upwards or are absolute, and another program's array that a marker does not name in full."""
     folder = hostile.make(tmp_path / "ck", "plain")
     outside = tmp_path / "outside"
@@ -404,7 +404,7 @@ def test_nothing_outside_is_deleted(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [*CLEAN_UPS, "remove"])
-def test_links_do_not_lead_outside(how: str, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_not_followed(how: str, tmp_path: Path) -> None:
     folder = hostile.make(tmp_path / "ck", "plain")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -432,7 +432,7 @@ def test_no_lock_is_taken_through_a_link(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "outside").exists() and zarrckpt.open(tmp_path / "ck")["w"][:].sum() == 3
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "ck").mkdir()

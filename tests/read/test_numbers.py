@@ -142,7 +142,7 @@ def expected_difference(one: torch.Tensor, other: torch.Tensor) -> TensorDiffere
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_numbers_are_those_of_decimal_arithmetic(name: str, tmp_path: Path) -> None:
+def test_numbers_equal_decimal_arithmetic(name: str, tmp_path: Path) -> None:
     torch.manual_seed(len(name))
     pairs = pairs_of(name) | (wide_pairs(name) if name in ("float64", "complex128") else {})
     for side, folder in enumerate(("a", "b")):

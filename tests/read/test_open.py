@@ -87,7 +87,7 @@ class CountingStore(WrapperStore[Any]):
 NAMES = ["model.w.x", "model.b", "model.n", "step", "rng", "a/b", "cfg.lr", "cfg.names", "empty"]
 
 
-def test_it_is_a_mapping(url: str, state: dict[str, Any]) -> None:
+def test_a_checkpoint_is_a_mapping(url: str, state: dict[str, Any]) -> None:
     opened = zarrckpt.open(url)
     assert list(opened) == NAMES and len(opened) == len(NAMES)
     assert list(opened.keys()) == NAMES and len(list(opened.items())) == len(NAMES)
@@ -105,7 +105,7 @@ def test_it_is_a_mapping(url: str, state: dict[str, Any]) -> None:
     assert weight.attrs.asdict() == {} and weight.read_only
 
 
-def test_a_missing_key(url: str) -> None:
+def test_a_missing_key_is_a_key_error_with_similar_names(url: str) -> None:
     opened = zarrckpt.open(url)
     with pytest.raises(KeyMismatchError, match=r"no entry 'model\.nothing'"):
         opened["model.nothing"]
@@ -116,7 +116,7 @@ def test_a_missing_key(url: str) -> None:
         opened.writers("step")
 
 
-def test_what_it_says_of_itself(url: str, tmp_path: Path) -> None:
+def test_repr_and_properties_describe_a_checkpoint(url: str, tmp_path: Path) -> None:
     opened = zarrckpt.open(url)
     assert opened.url == url and opened.info.tree == "" and opened.info.world_size == 1
     assert opened.nbytes == 6 * 4 * 4 + 4 * 2 + 8 + 2 * 4 + len(Path(url, "rng/c.0").read_bytes()) - 4
@@ -134,7 +134,7 @@ def test_what_it_says_of_itself(url: str, tmp_path: Path) -> None:
     assert again["model.w"][...].tolist() == [0, 0] and again.info.created > opened.info.created
 
 
-def test_opening_costs_one_request_and_reads_fetch_what_they_need(large: str) -> None:
+def test_opening_takes_one_request_and_reads_fetch_few_bytes(large: str) -> None:
     store = CountingStore(LocalStore(large))
     opened = zarrckpt.open(store)
     list(opened), repr(opened), opened.entry("w").node_path, opened["w"].shape, opened["v"].metadata
@@ -161,7 +161,7 @@ def _first_rows(checkpoint: zarrckpt.Checkpoint, array: Any, connection: Any) ->
     connection.send((checkpoint["model.weight"][:2].tolist(), array[:2].tolist(), len(checkpoint)))
 
 
-def test_it_goes_to_other_processes(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_pickled(tmp_path: Path) -> None:
     weight = torch.randn(6, 4)
     zarrckpt.save({"model": {"weight": weight}, "step": 3}, tmp_path / "one")
     checkpoint = zarrckpt.open(tmp_path / "one")
@@ -179,7 +179,7 @@ def test_it_goes_to_other_processes(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(checkpoint))["model.weight"][:]
 
 
-def test_latest_says_that_it_was_given_a_checkpoint(url: str) -> None:
+def test_latest_of_a_checkpoints_url_is_an_error(url: str) -> None:
     with pytest.warns(UserWarning, match="pass the folder that holds it"):
         assert zarrckpt.latest(url) is None
 
@@ -197,7 +197,7 @@ def test_pickled_values_load_only_on_request(tmp_path: Path) -> None:
 # -- urls without a checkpoint
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_url_has_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file.txt").write_text("x")
     for path in (tmp_path / "absent", tmp_path / "folder"):
@@ -215,7 +215,7 @@ def test_an_unfinished_save(url: str) -> None:
         zarrckpt.load({}, url)
 
 
-def test_another_program_s_group_and_array(tmp_path: Path) -> None:
+def test_groups_and_arrays_of_other_programs_are_refused(tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "group", attributes={"zarrckpt": "no object"})
     zarr.create_array(tmp_path / "array", shape=(3,), dtype="int8")
     for name in ("group", "array"):
@@ -294,7 +294,7 @@ def test_a_root_that_contradicts_itself(url: str, name: str) -> None:
         zarrckpt.open(url)
 
 
-def test_the_edits_are_what_is_refused(url: str) -> None:
+def test_roots_without_the_edits_open(url: str) -> None:
     """The same procedure without a change opens."""
     edit_root(url, lambda own: None)
     assert list(zarrckpt.open(url)) == NAMES
@@ -427,14 +427,14 @@ def test_damage_in_a_chunk_with_subchunks(large: str, place: str, part: Any) -> 
         zarrckpt.load(target, large)
 
 
-def test_a_part_without_the_damage_reads(large: str) -> None:
+def test_undamaged_parts_can_be_read(large: str) -> None:
     """Only the bytes that are read are checked."""
     whole = zarrckpt.open(large)["w"][...]
     flip(Path(large, "w/c.0.0"), 5)
     assert np.array_equal(zarrckpt.open(large)["w"][600:], whole[600:])
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(url: str, state: dict[str, Any]) -> None:
+def test_a_checkpoint_replaced_while_it_is_read_is_an_error(url: str, state: dict[str, Any]) -> None:
     opened = zarrckpt.open(url)
     weight, part = opened["model.w.x"], opened["model.b"][...]
     zarrckpt.save(state, url, overwrite=True)
@@ -472,7 +472,7 @@ class _FailingStore(MemoryStore):
         return await super().get(key, *args, **kwargs)
 
 
-def test_a_store_that_fails_says_why(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_keep_their_reason(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     store = _FailingStore()
     zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
     weight = zarrckpt.open(zarr.storage.StorePath(store, "one"))["model.w.x"]
@@ -507,7 +507,7 @@ def run_python(code: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 
 
-def test_it_needs_no_torch(url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_opens_without_torch(url: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = None
@@ -546,7 +546,7 @@ assert sorted(dir(zarrckpt)) == sorted(zarrckpt.__all__)
     run_python(code, tmp_path)
 
 
-def test_what_is_public() -> None:
+def test_public_names_are_exported() -> None:
     for name in zarrckpt.__all__:
         assert getattr(zarrckpt, name) is not None
     with pytest.raises(AttributeError, match="nothing_of_this_name"):

@@ -56,7 +56,7 @@ def test_arrays_are_filled_in_place(ckpt: zarrckpt.Checkpoint) -> None:
     assert seen[-1] == (ckpt.tensors.nbytes, ckpt.tensors.nbytes)
 
 
-def test_any_strides(ckpt: zarrckpt.Checkpoint) -> None:
+def test_targets_of_any_strides_are_filled(ckpt: zarrckpt.Checkpoint) -> None:
     expected = ckpt.read(["w", "z"])
     wide = np.zeros((1400, 1003), "f4")
     odd = np.zeros(5 * 3 * 2 * 16 + 1, "u1")[1:].view("c16").reshape(5, 3, 2)  # not aligned
@@ -78,7 +78,7 @@ def test_any_strides(ckpt: zarrckpt.Checkpoint) -> None:
     )
 
 
-def test_memory_of_others(ckpt: zarrckpt.Checkpoint) -> None:
+def test_buffers_of_other_libraries_are_filled(ckpt: zarrckpt.Checkpoint) -> None:
     state = _state()
     tensors = {"w": torch.zeros(700, 500), "b16": torch.zeros(9, 4).bfloat16(), "flag": torch.zeros(2).bool()}
     views = {
@@ -109,7 +109,9 @@ def test_memory_of_others(ckpt: zarrckpt.Checkpoint) -> None:
         ({"step": np.zeros(3)}, zarrckpt.KeyMismatchError, ["'step'"]),
     ],
 )
-def test_what_does_not_fit(tmp_path: Path, given: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+def test_unfitting_targets_are_refused(
+    tmp_path: Path, given: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
     zarrckpt.save(_state(), tmp_path / "ckpt")
     ckpt = zarrckpt.open(tmp_path / "ckpt")
     good = {"scalar": np.full((), 9, "f4"), "flag": np.array([False, True])}
@@ -119,7 +121,7 @@ def test_what_does_not_fit(tmp_path: Path, given: dict[str, Any], error: type[Ex
     assert good["scalar"] == 9 and good["flag"].tolist() == [False, True]
 
 
-def test_every_misfit_is_listed(tmp_path: Path) -> None:
+def test_all_unfitting_targets_are_listed(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "ckpt")
     ckpt = zarrckpt.open(tmp_path / "ckpt")
     with pytest.raises(zarrckpt.KeyMismatchError, match=r"'w'(.|\n)*'flag'"):
@@ -128,7 +130,7 @@ def test_every_misfit_is_listed(tmp_path: Path) -> None:
         ckpt.read(["scalar", "flag"], out={"scalar": np.zeros((), "f4")})
 
 
-def test_nothing_of_the_size_of_the_data_is_allocated(tmp_path: Path, moto_bucket: S3Place) -> None:
+def test_read_out_allocates_no_array_of_the_datas_size(tmp_path: Path, moto_bucket: S3Place) -> None:
     state = {"w": torch.randn(4096, 2048), "v": torch.randn(1 << 22)}  # 48 MB
     places: list[dict[str, Any]] = [{"url": tmp_path / "plain"}, {"url": tmp_path / "zstd"}]
     places.append({"url": moto_bucket.url("out"), "storage_options": moto_bucket.storage_options})
@@ -142,7 +144,7 @@ def test_nothing_of_the_size_of_the_data_is_allocated(tmp_path: Path, moto_bucke
         assert all(np.array_equal(out[fqn], state[fqn].numpy()) for fqn in out)
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_damage_is_an_error(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "ckpt")
     chunk = tmp_path / "ckpt" / "w" / "c.0.0"
     data = bytearray(chunk.read_bytes())

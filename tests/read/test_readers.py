@@ -122,7 +122,7 @@ def test_zipped_checkpoints_open(name: str, tmp_path: Path, pipeline: str) -> No
         zarrckpt.open(ZipStore(tmp_path / "no.zip", mode="r"))
 
 
-def test_another_save_s_documents_are_not_read(tmp_path: Path) -> None:
+def test_documents_of_other_saves_are_not_read(tmp_path: Path) -> None:
     """zarr-python and xarray ask the store for documents. After an overwrite these are another save's."""
     folder = unpacked("chunks", tmp_path)
     ckpt = opened(folder)
@@ -231,7 +231,7 @@ def _forged(folder: Path) -> None:
     root.write_bytes(text.encode().replace(b"00000000", b"%08x" % google_crc32c.value(text.encode()), 1))
 
 
-def test_what_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str) -> None:
+def test_data_that_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str) -> None:
     folder = unpacked("zstd", tmp_path)
     _forged(folder)
     ckpt = opened(folder)
@@ -293,7 +293,7 @@ REST = {
 }
 
 
-def test_all_that_a_zarr_store_can_be_asked_is_known() -> None:
+def test_every_method_of_a_zarr_store_is_covered() -> None:
     """A newer zarr-python may have another way to read. It must be checked like the rest, and listed above."""
     protocols = [kind for name, kind in vars(zarr_abc).items() if name.startswith("Supports")]
     asked = {
@@ -307,7 +307,7 @@ def test_all_that_a_zarr_store_can_be_asked_is_known() -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in CONTENT if hasattr(Store, way)])
-def test_every_way_to_ask_is_checked(way: str, tmp_path: Path) -> None:
+def test_every_method_of_reading_checks_checksums(way: str, tmp_path: Path) -> None:
     folder = unpacked("subchunks", tmp_path)
     store, key, question = opened(folder)["w"].store, "w/c.0.0", CONTENT[way]
     file = folder / key
@@ -342,7 +342,7 @@ def _bytes(answer: Any) -> list[bytes]:
     return [data for item in answer for data in _bytes(item)] if isinstance(answer, list | tuple) else []
 
 
-def test_nobody_gets_past_it(tmp_path: Path) -> None:
+def test_no_zarr_method_bypasses_the_checks(tmp_path: Path) -> None:
     store = opened(unpacked("chunks", tmp_path))["w"].store
     for name in SYNCHRONOUS - {"get_ranges_sync"}:
         assert not hasattr(store, name)
@@ -378,7 +378,7 @@ class Refusing(MemoryStore):
         return call
 
 
-def test_what_a_store_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_become_checkpoint_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Refusing()
     folder = unpacked("chunks", tmp_path)
     for file in folder.rglob("*"):
@@ -402,7 +402,7 @@ def test_what_a_store_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: py
 # --- claims of the documentation about other readers -----------------------------------------------------
 
 
-def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pipeline: str) -> None:
+def test_zarr_can_be_configured_to_raise_for_absent_chunks(tmp_path: Path, pipeline: str) -> None:
     for name, key, part in (("chunks", "c.3.0", np.s_[2:5]), ("subchunks", "c.0.0", np.s_[:, 60:70])):
         folder = unpacked(name, tmp_path)
         (folder / "w" / key).unlink()
@@ -421,7 +421,7 @@ def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pip
 
 
 @pytest.mark.parametrize("changes", [{}, {"compression": "zstd"}, {"dtype": "float64"}])
-def test_copies_are_whole(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_copies_are_complete(changes: dict[str, Any], tmp_path: Path) -> None:
     source = opened(unpacked("subchunks", tmp_path))
     zarrckpt.copy(source, tmp_path / "copy", **changes)
     copy = opened(tmp_path / "copy")
@@ -430,7 +430,7 @@ def test_copies_are_whole(changes: dict[str, Any], tmp_path: Path) -> None:
     zarrckpt.remove(tmp_path / "copy")
 
 
-def test_the_command_line_runs(tmp_path: Path) -> None:
+def test_the_command_line_reads_every_kind(tmp_path: Path) -> None:
     one, other = (str(unpacked(name, tmp_path)) for name in ("ranks", "ranks_merged"))
 
     def run(*arguments: str) -> str:

@@ -169,7 +169,7 @@ def on_the_page(name: str) -> str:
     return match[1]
 
 
-# Two processes. The first imports nothing of this package. zarrs comes last, because it stays switched on.
+# Two processes. The first does not import this package. zarrs is last, because it stays switched on.
 PROCESSES = (("xarray", "datatree", "dask", "zarr"), ("tensorstore", "zarrckpt", "zarrs"))
 Asked = dict[str, list[dict[str, Any]]]
 Answers = dict[str, list[tuple[str, Any]]]
@@ -187,7 +187,7 @@ def probed(folder: Path, asked: Asked, environment: dict[str, str]) -> Answers:
         return {reader: found for answers in pool.map(probe, PROCESSES) for reader, found in answers.items()}
 
 
-def test_the_tables_are_what_readers_do(tmp_path: Path, moto_bucket: S3Place) -> None:
+def test_the_tables_match_the_readers(tmp_path: Path, moto_bucket: S3Place) -> None:
     rows, on_s3 = make_rows(tmp_path), make_s3_cases(moto_bucket)
     cases = [case for row in rows.values() for case in row]
     ways = {reader: _ways(reader) for reader in COLUMNS}

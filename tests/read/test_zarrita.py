@@ -72,7 +72,7 @@ def _as_probed(answer: dict[str, Any]) -> tuple[str, Any]:
     return "read", (answer["dtype"], tuple(answer["shape"]), base64.b64decode(answer["data"]))
 
 
-def test_the_table_is_what_zarrita_does(tmp_path: Path) -> None:
+def test_the_table_matches_zarrita(tmp_path: Path) -> None:
     rows, archive = make_rows(tmp_path), tmp_path / "archive.zip"
     for row in rows.keys() - TYPES.keys():
         rows[row] = [case for case in rows[row] if case.expected[0] in READABLE]

@@ -86,7 +86,7 @@ def answer(pipe: Any, *objects: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_child_works_on_its_own_or_raises_at_once(tmp_path: Path, method: str) -> None:
+def test_a_forked_child_works_alone_or_raises_at_once(tmp_path: Path, method: str) -> None:
     zarrckpt.save(STATE, tmp_path / "first", options=FAST)
     checkpoint = zarrckpt.open(tmp_path / "first")
     array = checkpoint["w"]

@@ -168,7 +168,7 @@ def test_metrics_and_metadata_are_in_the_checkpoint(tmp_path: Path) -> None:
     assert found == {"step": 3, "loss": 0.5, "n": 4, "none": None, "who": "me"}
 
 
-def test_without_rules_all_are_kept_but_what_never_committed(tmp_path: Path) -> None:
+def test_without_rules_all_but_failed_saves_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     with watched(tmp_path) as watch, manager(tmp_path) as job:
         job.restore(state(0))
@@ -204,14 +204,14 @@ def test_without_rules_leftovers_of_earlier_jobs_are_deleted(tmp_path: Path) -> 
 # -- the checkpoint that is found
 
 
-def test_nothing_is_there(tmp_path: Path) -> None:
+def test_restore_of_an_empty_folder_returns_none(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as job:
         assert job.restore(state(0)) is None and job.steps() == []
         job.save(1, state(1))
         assert job.steps() == [1]
 
 
-def test_the_greatest_step_is_the_newest_whatever_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_greatest_step_is_the_newest_despite_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 9)
     monkeypatch.setattr(finish, "now", lambda: "2001-01-01T00:00:00.000000Z")
     saved(tmp_path, 10, 100)
@@ -240,7 +240,7 @@ def test_best_finds_the_best_finite_metric(tmp_path: Path, mode: Any, at_best: i
         zarrckpt.best(tmp_path / "run", "loss", "least")  # type: ignore[arg-type]
 
 
-def test_names_without_padding(tmp_path: Path) -> None:
+def test_step_names_without_padding_are_read(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         zarrckpt.save(state(step), tmp_path / f"step-{step}")
     with manager(tmp_path, keep=Keep(newest=1)) as job:
@@ -259,7 +259,7 @@ def test_names_without_padding(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*step:UserWarning")
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
-def test_damaged_ones_are_passed_over(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(damage: Callable[[Path], None], tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     for broken, expected in ((30, 20), (20, 10)):
         damage(tmp_path / name(broken))
@@ -310,7 +310,7 @@ def test_a_run_begins_anew_only_if_none_was_committed(damage: Callable[[Path], N
     assert files <= {*tmp_path.rglob("*")} and sound_but(tmp_path, 10, 20, 30) == [40]
 
 
-def test_a_run_whose_checkpoints_are_gone_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_missing_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     shutil.rmtree(tmp_path / name(10))
     with manager(tmp_path) as job, pytest.raises(zarrckpt.CheckpointNotFoundError, match=RUN):
@@ -321,7 +321,7 @@ def test_a_run_whose_checkpoints_are_gone_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [foreign_root, lost_root])
-def test_a_step_without_its_root_is_saved_anew(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_step_without_its_root_is_saved_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     damage(tmp_path / name(20))
     with manager(tmp_path, keep=Keep()) as job:
@@ -366,7 +366,7 @@ def test_links_to_folders_are_checkpoints_and_stay(tmp_path: Path) -> None:
     assert sound(disk) == [10, 20] and folders(run) == {name(step) for step in (10, 20, 25, 40)}
 
 
-def test_the_url_of_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+def test_the_url_of_a_checkpoint_is_refused_as_a_run(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         zarrckpt.save(state(3), FaultyStore(tmp_path / "begun", lambda call: STOP if "/c." in call.key else None))
     for damage in (lambda _: None, damage_root, foreign_root, lost_root):
@@ -387,7 +387,9 @@ def test_the_url_of_a_checkpoint_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
-def test_a_sound_one_is_never_deleted_for_a_damaged_one(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_intact_checkpoint_is_never_deleted_for_a_damaged_one(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     saved(tmp_path, 10, 20, 30)
     damage(tmp_path / name(30))
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(newest=1)) as job:
@@ -419,7 +421,7 @@ def sound_but(run: Path, *broken: int) -> list[int]:
 
 
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk, foreign_root, lost_root])
-def test_a_step_is_restored_from_its_sound_folder(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_step_is_restored_from_its_intact_folder(damage: Callable[[Path], None], tmp_path: Path) -> None:
     saved(tmp_path, 10)
     for folder in ("step-10", "step-010"):
         shutil.copytree(tmp_path / name(10), tmp_path / folder)
@@ -435,9 +437,7 @@ def test_a_step_is_restored_from_its_sound_folder(damage: Callable[[Path], None]
 
 
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
-def test_a_damaged_one_without_padding_hides_no_other_of_its_step(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_damaged_folder_hides_no_other_of_its_step(damage: Callable[[Path], None], tmp_path: Path) -> None:
     zarrckpt.save(state(90), tmp_path / "step-90")
     zarrckpt.save(state(100), tmp_path / "step-100")
     damage(tmp_path / "step-100")
@@ -452,7 +452,7 @@ def test_a_damaged_one_without_padding_hides_no_other_of_its_step(
     assert folders(tmp_path) == {"step-90", "step-100", name(110)}
 
 
-def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
+def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     root = tmp_path / name(20) / "zarr.json"
     newer = root.read_bytes().replace(b'"format":1,', b'"format":99,')
@@ -491,7 +491,7 @@ def test_a_stale_listing_loses_nothing(keep: Keep | None, tmp_path: Path, monkey
 
 
 @pytest.mark.filterwarnings("ignore:.*step-00000020 is damaged and was skipped:UserWarning")
-def test_an_unfinished_save_is_none(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_not_restored(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as job:
         watch.rule = lambda call: FAIL if call.verb == "create" and call.key == f"{name(20)}/zarr.json" else None
@@ -505,7 +505,7 @@ def test_an_unfinished_save_is_none(tmp_path: Path) -> None:
     assert folders(tmp_path) == {name(20)} and sound(tmp_path) == [20]
 
 
-def test_a_step_of_its_own(tmp_path: Path) -> None:
+def test_a_given_step_is_restored(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     with manager(tmp_path, keep=Keep(newest=5)) as job:
         with pytest.raises(zarrckpt.CheckpointNotFoundError, match=r"15.*10, 20, 30"):
@@ -523,7 +523,7 @@ def test_a_step_of_its_own(tmp_path: Path) -> None:
     assert sound(tmp_path) == [10, 20, 30]
 
 
-def test_back_in_time(tmp_path: Path) -> None:
+def test_rewind_removes_later_steps(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, 40)
     gone: list[str] = []
 
@@ -542,7 +542,7 @@ def test_back_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_back_in_time_while_training(background: bool, tmp_path: Path) -> None:
+def test_rewind_during_deletions_saves_later_steps_again(background: bool, tmp_path: Path) -> None:
     """The same manager goes back while it deletes. The steps after that are saved again."""
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(newest=2), background=background) as job:
 
@@ -558,7 +558,7 @@ def test_back_in_time_while_training(background: bool, tmp_path: Path) -> None:
     assert folders(tmp_path) == {name(3), name(4)} and sound(tmp_path) == [3, 4]
 
 
-def test_back_in_time_to_what_is_being_deleted(tmp_path: Path) -> None:
+def test_rewind_to_a_step_that_is_being_deleted(tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(newest=2)) as job:
 
         def wait(call: Call) -> None:
@@ -574,7 +574,7 @@ def test_back_in_time_to_what_is_being_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_back_in_time_removes_all_or_nothing(pinned: bool, tmp_path: Path) -> None:
+def test_rewind_removes_all_later_steps_or_none(pinned: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved(run, 10, 20, 40)
     saved(tmp_path / "other", 30)
@@ -592,7 +592,7 @@ def test_back_in_time_removes_all_or_nothing(pinned: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("of_the_run", [True, False])
-def test_back_in_time_while_another_process_saves(of_the_run: bool, tmp_path: Path) -> None:
+def test_rewind_while_another_process_saves(of_the_run: bool, tmp_path: Path) -> None:
     """A save of the run fails, even if the step is saved again meanwhile. A save of another program is not touched."""
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as old, manager(tmp_path) as new:
@@ -618,7 +618,7 @@ def test_back_in_time_while_another_process_saves(of_the_run: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("rewind", [True, False])
-def test_a_commit_after_the_run_was_taken_is_no_success(rewind: bool, tmp_path: Path) -> None:
+def test_a_commit_after_a_takeover_is_an_error(rewind: bool, tmp_path: Path) -> None:
     """The other job has found an unfinished save. It goes back, or deletes the leftovers."""
     saved(tmp_path, 10, 20)
     with watched(tmp_path) as watch, manager(tmp_path) as old:
@@ -717,7 +717,7 @@ def test_a_run_on_s3(moto_bucket: S3Place) -> None:
 # -- owners of the run
 
 
-def test_the_job_that_was_thought_dead_saves_no_more(tmp_path: Path) -> None:
+def test_a_replaced_job_cannot_save(tmp_path: Path) -> None:
     with manager(tmp_path, keep=Keep()) as old, manager(tmp_path, keep=Keep()) as new:
         old.restore(state(0))
         old.save(10, state(10))
@@ -733,7 +733,7 @@ def test_the_job_that_was_thought_dead_saves_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_that_is_taken_before_the_commit(background: bool, tmp_path: Path) -> None:
+def test_a_takeover_before_the_commit_fails_the_save(background: bool, tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, background=background) as old, manager(tmp_path) as new:
         old.restore(state(0))
 
@@ -753,7 +753,7 @@ def test_a_run_that_is_taken_before_the_commit(background: bool, tmp_path: Path)
     assert sound(tmp_path) == [10]
 
 
-def test_a_run_that_is_taken_before_a_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Between two deletions, and after one more commit. Then the old job no longer deletes."""
     saved(tmp_path, 10)
     committed = threading.Event()
@@ -780,7 +780,7 @@ def test_a_run_that_is_taken_before_a_deletion(tmp_path: Path, caplog: pytest.Lo
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_two_jobs_that_begin_at_once(tmp_path: Path) -> None:
+def test_the_last_of_two_simultaneous_jobs_continues(tmp_path: Path) -> None:
     """Both read the same document: the job that puts last continues and detects the other."""
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as one, manager(tmp_path) as other:
@@ -798,7 +798,7 @@ def test_two_jobs_that_begin_at_once(tmp_path: Path) -> None:
     assert sound(tmp_path) == [10, 20]
 
 
-def test_checkpoints_of_others_stay(tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_stay(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved(tmp_path / "other", 7)
     saved(run, 10)
@@ -837,7 +837,7 @@ def test_copies_in_the_folder_are_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("removed", [zarrckpt.remove, shutil.rmtree])
-def test_a_best_one_that_was_removed_by_hand_counts_no_more(removed: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_best_checkpoint_removed_by_hand_does_not_count(removed: Callable[[Path], Any], tmp_path: Path) -> None:
     with manager(tmp_path, keep=Keep(newest=1, best=1, metric="loss")) as job:
         for step, loss in ((1, 0.1), (2, 0.5)):
             job.save(step, state(step), {"loss": loss})
@@ -889,7 +889,7 @@ def is_pinned(url: Path) -> bool:
     return False
 
 
-def test_a_fork_holds_what_it_began_from_until_it_has_its_own(tmp_path: Path) -> None:
+def test_a_fork_pins_its_source_until_its_first_save(tmp_path: Path) -> None:
     saved(tmp_path / "run", 100)
     source, fork = tmp_path / "run" / name(100), tmp_path / "fork"
     with manager(fork, init_from=source, keep=Keep(), save_every=10) as job:
@@ -897,13 +897,13 @@ def test_a_fork_holds_what_it_began_from_until_it_has_its_own(tmp_path: Path) ->
         assert job.step(105, state(105)) is None
         job.step(110, state(110))
     assert not is_pinned(source) and run_id(fork / name(110)) != run_id(source)
-    # From now on the fork continues from its own checkpoint, and nothing is pinned.
+    # From now on the fork continues from its own checkpoint, and no checkpoint is pinned.
     with manager(fork, init_from=source) as job:
         assert restored(job) == 110 and not is_pinned(source)
     assert sound(tmp_path / "run") == [100]
 
 
-def test_weights_only(tmp_path: Path) -> None:
+def test_init_keys_loads_a_part(tmp_path: Path) -> None:
     saved(tmp_path / "run", 100)
     with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(100), init_keys="deep") as job:
         target = state(0)
@@ -1008,14 +1008,14 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
     """Only a save fails. Another job that continues the run is not stopped."""
     saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
-    said = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    message = r"load\(state, zarrckpt\.latest\('.*run'\)"
     with manager(folder) as job, manager(tmp_path / "run") as other:
         assert restored(other) == 100
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=message):
             assert restored(job) == 100
-        with pytest.raises(zarrckpt.StorageError, match=said):
+        with pytest.raises(zarrckpt.StorageError, match=message):
             job.save(101, state(101))
-        with pytest.raises(zarrckpt.StorageError, match=said):
+        with pytest.raises(zarrckpt.StorageError, match=message):
             job.restore(state(0), step=90, rewind=True)
         other.save(101, state(101))
     with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(90)) as job:
@@ -1128,7 +1128,7 @@ def test_steps_ascend(tmp_path: Path) -> None:
     assert sound(tmp_path) == [10, 35, 40, 41]
 
 
-def test_names_that_are_given_twice(tmp_path: Path) -> None:
+def test_names_in_both_metrics_and_metadata_are_refused(tmp_path: Path) -> None:
     with manager(tmp_path) as job:
         for metrics, metadata in (({"a": 1}, {"a": 2}), ({}, {"step": 3}), ({"step": 3}, None)):
             with pytest.raises(ValueError, match="'a'" if metadata == {"a": 2} else "'step'"):
@@ -1137,7 +1137,7 @@ def test_names_that_are_given_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_step_that_was_saved_before_it_ends(background: bool, tmp_path: Path) -> None:
+def test_step_returns_the_existing_save_of_its_step(background: bool, tmp_path: Path) -> None:
     with manager(tmp_path, save_every=1, background=background) as job:
         first = job.save(3, state(3))
         assert job.step(3, state(300)) is first
@@ -1163,7 +1163,7 @@ def test_a_failed_step_is_saved_by_the_same_call(background: bool, tmp_path: Pat
     assert sound(tmp_path) == [10]
 
 
-def test_a_retry_before_the_first_checkpoint(tmp_path: Path) -> None:
+def test_a_job_may_restart_before_the_first_checkpoint(tmp_path: Path) -> None:
     with manager(tmp_path, save_every=10) as job:
         for _ in range(2):
             assert restored(job) is None
@@ -1176,7 +1176,7 @@ def test_a_retry_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert zarrckpt.recover(tmp_path / "fork").objects == 0
 
 
-def test_a_closed_manager(tmp_path: Path) -> None:
+def test_a_closed_manager_is_an_error(tmp_path: Path) -> None:
     with manager(tmp_path, save_every=1) as job:
         job.step(1, state(1))
     job.close()
@@ -1186,7 +1186,7 @@ def test_a_closed_manager(tmp_path: Path) -> None:
     assert job.steps() == [1]
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "keep", {"keep": 3}),
         (ValueError, "save_every", {"save_every": 0}),
@@ -1337,7 +1337,7 @@ def test_a_server_that_refuses_deletions(status: int, s3_stub: S3Stub, caplog: p
 
 
 @pytest.mark.parametrize("keep", [None, Keep(newest=2), Keep(newest=1)])
-def test_a_commit_whose_answer_is_lost(keep: Keep | None, tmp_path: Path) -> None:
+def test_a_commit_whose_answer_is_lost_succeeds(keep: Keep | None, tmp_path: Path) -> None:
     """The save raised an error, but its checkpoint exists, and counts."""
     with watched(tmp_path) as watch, manager(tmp_path, keep=keep) as job:
         job.save(1, state(1))
@@ -1359,7 +1359,7 @@ def test_a_commit_whose_answer_is_lost(keep: Keep | None, tmp_path: Path) -> Non
     assert sound(tmp_path) == expected and folders(tmp_path) == {name(step) for step in expected}
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+def test_a_full_disk_fails_only_one_save(small_disk: Path) -> None:
     run = small_disk / "run"
     large = {"w": torch.rand(1_500_000)}
     with manager(run, keep=Keep(), options=zarrckpt.SaveOptions(durable=False)) as job:
@@ -1370,7 +1370,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert folders(run) == {name(3)} and sound(run) == [3]
 
 
-def test_who_holds_a_checkpoint_that_is_deleted_is_told(tmp_path: Path) -> None:
+def test_readers_of_a_deleted_checkpoint_get_an_error(tmp_path: Path) -> None:
     with manager(tmp_path, keep=Keep()) as job:
         job.save(1, state(1))
         reader = zarrckpt.open(tmp_path / name(1))

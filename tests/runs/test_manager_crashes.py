@@ -93,7 +93,7 @@ WHAT: dict[Fault, Callable[[Path, Watched], None]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
 @pytest.mark.parametrize("fault", WHAT, ids=lambda fault: fault.value)
-def test_every_operation(fault: Fault, before: Path, tmp_path: Path) -> None:
+def test_a_crash_at_every_operation_loses_no_checkpoint(fault: Fault, before: Path, tmp_path: Path) -> None:
     # Each fault at a fourth of all operations, and each operation with one fault.
     first, apart = (0, 1) if EVERY_FAULT else ([*WHAT].index(fault), len(WHAT))
     for number in itertools.count(first, apart):
@@ -138,7 +138,7 @@ done = time.monotonic()
 """
 
 
-def test_close_is_never_called(tmp_path: Path) -> None:
+def test_a_job_without_close_loses_no_checkpoint(tmp_path: Path) -> None:
     """The save in the background is finished. Expired checkpoints are deleted later."""
     run = tmp_path / "run"
     for last in (5, 10):

@@ -55,7 +55,7 @@ def _train(run: str, before: int | None, wrote: int, *steps: int) -> list[int | 
     return found
 
 
-def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run, before, wrote = str(tmp_path / "run"), None, 1
     for size, steps in ((4, (10, 15, 20, 30)), (2, (40, 41)), (3, (50,)), (4, ())):
         found = run_ranks(_train, run, before, wrote, *steps, world_size=size)
@@ -71,11 +71,11 @@ def _fall_back(run: str) -> tuple[Any, ...]:
         warnings.simplefilter("always")
         with manager(run) as job:
             newest, older = _resumed(job, 2), _resumed(job, 2, step=10)
-    told = {name(step) for step in (30, 40) for found in caught if name(step) in str(found.message)}
-    return newest, older, told if dist.get_rank() == 0 else None
+    warned = {name(step) for step in (30, 40) for found in caught if name(step) in str(found.message)}
+    return newest, older, warned if dist.get_rank() == 0 else None
 
 
-def test_damaged_ones_are_passed_over_on_all_ranks(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ranks(_train, str(run), None, 1, 10, world_size=2)
     run_ranks(_train, str(run), 10, 2, 20, world_size=2)
@@ -104,8 +104,8 @@ def _save_after_another_job(run: str) -> None:
 def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ranks(_train, str(run), None, 1, 10, world_size=3)
-    said = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
-    assert str(run) in said and folders(run) == {name(10)}
+    message = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
+    assert str(run) in message and folders(run) == {name(10)}
     (run / name(10) / "zarr.json").rename(tmp_path / "aside")
     assert name(10) in all_ranks_raise(zarrckpt.CorruptCheckpointError, _restore, str(run), world_size=3)
     (run / RUN).write_bytes(b"{}")
@@ -114,7 +114,7 @@ def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> No
 
 def _fail_once(run: str) -> list[str]:
     """Let a save in the background fail on one rank."""
-    told = []
+    messages = []
     with watched(run) as watch, manager(run, background=True, save_every=10) as job:
         if dist.get_rank() == 1:
             watch.rule = lambda call: FAIL if call.verb == "put" and name(10) in call.key else None
@@ -122,14 +122,14 @@ def _fail_once(run: str) -> list[str]:
             try:
                 job.step(step, _state(step))
             except zarrckpt.StorageError as err:
-                told.append(f"{step}: {err}")
-    return told
+                messages.append(f"{step}: {err}")
+    return messages
 
 
 def test_a_failed_save_is_raised_on_all_ranks_at_one_step(tmp_path: Path) -> None:
-    told = run_ranks(_fail_once, str(tmp_path), world_size=3)
-    assert told[0] == told[1] == told[2] and len(told[0]) == 1
-    assert told[0][0].startswith("20: ") and name(10) in told[0][0]
+    messages = run_ranks(_fail_once, str(tmp_path), world_size=3)
+    assert messages[0] == messages[1] == messages[2] and len(messages[0]) == 1
+    assert messages[0][0].startswith("20: ") and name(10) in messages[0][0]
     assert zarrckpt.open(tmp_path / name(30))["epoch"] == 30 and not (tmp_path / name(20)).exists()
 
 
@@ -144,7 +144,7 @@ def _count(run: str) -> tuple[str | None, list[Any], int | None, list[Any]]:
     return newest, looked, step, folder
 
 
-def test_one_rank_looks_for_all(tmp_path: Path) -> None:
+def test_one_rank_lists_for_all(tmp_path: Path) -> None:
     run_ranks(_train, str(tmp_path), None, 1, 10, world_size=2)
     found = run_ranks(_count, str(tmp_path), world_size=4)
     assert [(newest, step) for newest, _, step, _ in found] == [(str(tmp_path / name(10)), 10)] * 4
@@ -165,5 +165,5 @@ def _one_rank_alone(run: str) -> list[int]:
     return [1]
 
 
-def test_any_one_rank_may_look_and_pin(tmp_path: Path) -> None:
+def test_any_single_rank_may_list_and_pin(tmp_path: Path) -> None:
     assert run_ranks(_one_rank_alone, str(tmp_path), world_size=2) == [[1], [1]]

@@ -72,7 +72,7 @@ def test_random_signals_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Pat
 # -- one process
 
 
-def test_a_signal_leads_to_a_save_of_the_next_step_and_handlers_come_back(tmp_path: Path) -> None:
+def test_a_signal_saves_the_next_step_and_restores_handlers(tmp_path: Path) -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
@@ -113,7 +113,7 @@ def test_a_signal_before_the_first_step_saves_that(tmp_path: Path) -> None:
     assert manager.steps() == [0]
 
 
-def test_a_wakeup_descriptor_of_before_gets_its_signals(tmp_path: Path) -> None:
+def test_an_earlier_wakeup_descriptor_gets_its_signals(tmp_path: Path) -> None:
     async def loop() -> int:
         came = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, came.set)
@@ -188,7 +188,7 @@ def test_managers_are_closed_in_any_order(tmp_path: Path, first: int, replaced: 
         os.close(descriptor)
 
 
-def test_a_handler_that_was_set_later_stays(tmp_path: Path) -> None:
+def test_a_later_handler_stays(tmp_path: Path) -> None:
     came: list[int] = []
     try:
         with managed(tmp_path / "1", signals=("SIGUSR1",)):
@@ -208,7 +208,7 @@ def test_a_handler_that_was_set_later_stays(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_a_manager_closed_in_a_thread_gives_its_signal_back(tmp_path: Path) -> None:
+def test_a_manager_closed_in_a_thread_restores_the_signal(tmp_path: Path) -> None:
     manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGINT",), options=FAST)
     thread = threading.Thread(target=manager.close)
     thread.start()
@@ -219,7 +219,7 @@ def test_a_manager_closed_in_a_thread_gives_its_signal_back(tmp_path: Path) -> N
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_loop_that_takes_the_wakeup_descriptor_keeps_no_signal(tmp_path: Path) -> None:
+def test_an_event_loops_wakeup_descriptor_loses_no_signal(tmp_path: Path) -> None:
     with managed(tmp_path, signals=("SIGUSR1",)) as manager:
 
         async def loop() -> None:
@@ -325,7 +325,7 @@ def test_workers_of_data_loaders_live_until_the_save(tmp_path: Path) -> None:
         assert manager.restore({"step": 0}) is not None
 
 
-def test_what_cannot_be_handled_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_signals_that_cannot_be_handled_are_refused(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     for names, error in ((("SIGTERM", "SIGKILL"), ValueError), (("SIGWHAT",), ValueError), ("SIGTERM", TypeError)):
         with pytest.raises(error):
@@ -344,7 +344,7 @@ def test_what_cannot_be_handled_is_refused_and_changes_nothing(tmp_path: Path) -
     assert failed and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_notice_counts_as_a_signal_and_its_error_is_said_once(
+def test_a_notice_counts_as_a_signal_and_its_error_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zarrckpt._runs.preemption.NOTICE_SECONDS", 0.02)
@@ -438,7 +438,7 @@ def slowly(state: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*pickle.*:UserWarning")
 @pytest.mark.parametrize("background", [True, False])
-def test_a_save_under_way_ends_before_the_one_before_pre_emption(tmp_path: Path, background: bool) -> None:
+def test_a_running_save_ends_before_the_preemption_save(tmp_path: Path, background: bool) -> None:
     with managed(tmp_path, signals=("SIGUSR1",), save_every=2, background=background) as manager:
         manager.step(1, {})
         under_way = manager.step(2, slowly({"w": torch.ones(3)}, 0.5))
@@ -471,9 +471,7 @@ def test_a_save_that_takes_longer_than_the_grace_period_is_an_error(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*pickle.*:UserWarning")
-def test_a_save_that_failed_before_does_not_keep_from_saving_now(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_earlier_failed_save_does_not_prevent_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with managed(tmp_path, signals=("SIGUSR1",), save_every=2) as manager:
         manager.step(1, {})
         failing = manager.step(2, {"w": torch.eye(3).to_sparse()})
@@ -535,7 +533,7 @@ def _lost(run: str) -> Any:
     return None
 
 
-def test_a_rank_that_is_lost_before_the_agreed_step_ends_the_others_soon(tmp_path: Path) -> None:
+def test_a_rank_lost_before_the_agreed_step_ends_the_others_soon(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_lost, str(tmp_path), world_size=3)
     failures = caught.value.failures  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ def _train_while_saving(kind: str, folder: str, env_url: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_what_is_saved_is_what_was_there_at_the_call(kind: str, tmp_path: Path) -> None:
+def test_async_save_saves_the_state_at_the_call(kind: str, tmp_path: Path) -> None:
     run_ranks(_train_while_saving, kind, str(tmp_path), None)
 
 
@@ -142,7 +142,7 @@ _lazy = torch.nn.UninitializedParameter()
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_it_stores_or_refuses_what_save_does(value: Any, in_background: bool, tmp_path: Path) -> None:
+def test_async_save_accepts_and_refuses_the_same_as_save(value: Any, in_background: bool, tmp_path: Path) -> None:
     state, one, two = {"w": torch.ones(2), "value": value}, tmp_path / "one", tmp_path / "two"
     expected = _stored(lambda: zarrckpt.save(state, one), one)
     # The call itself succeeds: the future has the error.
@@ -151,7 +151,7 @@ def test_it_stores_or_refuses_what_save_does(value: Any, in_background: bool, tm
     assert isinstance(expected[0], dict) or "'value" in expected[1]  # type: ignore[index]
 
 
-def test_there_are_never_two_saves_at_once(tmp_path: Path) -> None:
+def test_two_background_saves_never_overlap(tmp_path: Path) -> None:
     gate, begun = threading.Event(), threading.Event()
     log: list[str] = []
 
@@ -195,7 +195,7 @@ def _collectives_while_saving(folder: str) -> int:
     return rounds
 
 
-def test_training_collectives_go_on_beside_a_save(tmp_path: Path) -> None:
+def test_training_collectives_work_beside_a_save(tmp_path: Path) -> None:
     assert min(run_ranks(_collectives_while_saving, str(tmp_path))) > 10
     for turn in range(3):
         assert zarrckpt.open(tmp_path / str(turn))["t7"][0] == 7
@@ -222,7 +222,7 @@ def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
     assert not _buffers() and zarrckpt.open(tmp_path / "4")["t1"][0] == 2
 
 
-def test_one_memory_of_many_names_is_copied_once(tmp_path: Path) -> None:
+def test_shared_memory_is_copied_once(tmp_path: Path) -> None:
     weight = torch.randn(600, 500)
     state = {"embed": weight, "head": weight.detach(), "turned": weight.T, "bits": weight.view(torch.int32)}
     future = zarrckpt.async_save(state, tmp_path / "one")
@@ -316,7 +316,7 @@ def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert zarrckpt.open(tmp_path / number)["t7"][0] == 7
 
 
-def test_inference_mode_and_back(tmp_path: Path) -> None:
+def test_async_save_works_in_inference_mode(tmp_path: Path) -> None:
     with torch.inference_mode():
         zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "1").result(timeout=60)
     state = {"w": torch.full((3,), 2.0, requires_grad=True)}
@@ -366,7 +366,7 @@ def _save_what_cannot_be(url: str) -> list[str]:
     return messages
 
 
-def test_what_save_refuses_is_refused(tmp_path: Path) -> None:
+def test_async_save_refuses_what_save_refuses(tmp_path: Path) -> None:
     for messages in run_ranks(_save_what_cannot_be, str(tmp_path / "one"), world_size=2):
         assert all("'bad'" in message for message in messages[:3]), messages
     assert not (tmp_path / "one" / "zarr.json").exists()
@@ -401,9 +401,7 @@ def test_a_copy_in_the_background_is_waited_for(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(zarrckpt.open(tmp_path / "one")["w"][:]), torch.arange(1000.0))
 
 
-def test_a_copy_that_fails_in_the_background_is_told_by_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_background_copy_is_raised_by_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "fails", True)
     Slow.may.set()
     future = zarrckpt.async_save({"slow": Slow()}, tmp_path / "one", copy_in_background=True)
@@ -437,14 +435,14 @@ def test_ranks_copy_in_the_background(tmp_path: Path) -> None:
     assert run_ranks(_copy_in_background, str(tmp_path), world_size=2) == [[True] * 3] * 2
 
 
-def test_it_takes_what_save_takes() -> None:
+def test_async_save_has_the_arguments_of_save() -> None:
     of_save, own = (inspect.signature(f).parameters for f in (zarrckpt.save, zarrckpt.async_save))
     assert [*own] == [*of_save, "keep_buffers", "copy_in_background"]
     for name, parameter in of_save.items():
         assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default), name
 
 
-def test_timeouts_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
+def test_meaningless_timeouts_are_refused_by_name(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(timeout=1))
     calls: list[Any] = [
@@ -467,7 +465,7 @@ def _errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "zarrckpt"]
 
 
-def test_an_error_that_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_no_call_received_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"w": torch.ones(3)}
     odd = {"odd": torch.eye(2).to_sparse()}
     forgotten = zarrckpt.async_save(odd, tmp_path / "one")
@@ -486,7 +484,7 @@ def test_a_save_is_not_cancelled(tmp_path: Path) -> None:
     assert not future.cancel() and future.result(timeout=60).objects == 1
 
 
-def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
+def test_the_future_raises_errors(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     zarrckpt.async_save(state, tmp_path / "one").result(timeout=60)
     looks: list[str] = []
@@ -544,7 +542,7 @@ def _fail_on_one_rank(url: str) -> None:
         zarrckpt.async_save({"odd": torch.eye(2)}, url).result(timeout=30)
 
 
-def test_an_error_on_one_rank_comes_out_of_every_future(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_by_every_future(tmp_path: Path) -> None:
     message = all_ranks_raise(zarrckpt.UnsupportedValueError, _fail_on_one_rank, str(tmp_path / "one"))
     assert "'odd'" in message
     assert zarrckpt.open(tmp_path / "one")["odd"][0, 0] == 1
@@ -559,7 +557,7 @@ def _some_ranks(folder: str) -> None:
     zarrckpt.async_save({"w": torch.arange(4.0)}, f"{folder}/all").result(timeout=60)
 
 
-def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
+def test_a_sub_group_saves_in_the_background(tmp_path: Path) -> None:
     run_ranks(_some_ranks, str(tmp_path))
     assert zarrckpt.open(tmp_path / "0").info.world_size == 2 and zarrckpt.open(tmp_path / "all").info.world_size == 4
 

@@ -49,7 +49,7 @@ def test_a_checkpoint_that_exists_stops_a_save_before_its_first_put(s3_stub: S3S
     assert {request.method for request in s3_stub.requests} == {"GET"}
 
 
-def test_a_marker_that_fails_is_no_lost_race(tmp_path: Path) -> None:
+def test_a_failed_marker_is_not_a_lost_race(tmp_path: Path) -> None:
     def rule(call: Call) -> Fault | None:
         return FAIL if call.verb == "put" and is_marker(call.key) else None
 

@@ -75,7 +75,7 @@ def test_a_checkpoint_on_a_full_disk_can_be_removed(small_disk: Path) -> None:
     assert not (small_disk / "a").exists()
 
 
-def test_a_disk_that_is_full_when_the_root_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_full_at_the_commit_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has answered: nothing was committed, and nothing will be."""
     create, replace = _local_commit.create_file, _local_commit.replace_file
 
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_when_the_root_is_put(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("by_dcp", [False, True])
 @pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
-def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: Fault, tmp_path: Path) -> None:
+def test_objects_of_a_save_that_fails_before_the_root_are_removed(by_dcp: bool, fault: Fault, tmp_path: Path) -> None:
     place, number = Place(str(tmp_path / "a"), durable=False), 0
     place.save(1)
     before = left(place.url)
@@ -132,7 +132,7 @@ def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: F
 
 
 @pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
-def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path) -> None:
+def test_no_object_is_removed_after_the_root_was_sent(fault: Fault, tmp_path: Path) -> None:
     """The answer to the put is lost, and the read that would find out fails."""
     sent = []
 
@@ -151,7 +151,7 @@ def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path)
     assert len(report.kept) == (0 if fault is FAIL_AFTER else 1) and report.objects == 0
 
 
-def test_a_root_that_was_refused_and_arrives_later() -> None:
+def test_a_late_root_still_commits_a_whole_checkpoint() -> None:
     """Its first put is under way while its repeats are refused. The base still exists, so the put will succeed."""
     shelf, sent = Shelf({}), []
 
@@ -209,7 +209,7 @@ def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["doctor", str(tmp_path / "a")]).stdout.endswith("Nothing to do.\n")
 
 
-def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
+def test_recover_removes_leftovers_of_a_failed_save(tmp_path: Path) -> None:
     """The save's own deletions failed as well."""
     failed = []
 
@@ -225,7 +225,7 @@ def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
     assert held(Place(str(tmp_path / "a"))) == 2
 
 
-def test_a_store_that_is_gone_is_asked_once_more(tmp_path: Path) -> None:
+def test_an_unreachable_store_gets_only_two_more_requests(tmp_path: Path) -> None:
     """The error must not wait for many requests that each run into their timeout."""
     gone: list[Call] = []
 
@@ -325,7 +325,7 @@ def _save_by_dcp(url: str, failing: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_rank_that_fails_under_dcp_removes_its_own(tmp_path: Path) -> None:
+def test_a_rank_that_fails_under_dcp_removes_its_objects(tmp_path: Path) -> None:
     """DCP does not notify the others' writers. The next save deletes what they wrote."""
     url = tmp_path / "a"
     run_ranks(_save_by_dcp, str(url), 1, world_size=2)
@@ -358,7 +358,7 @@ def _save_to_own_disks(folder: str) -> list[str]:
     """Save with a different disk on each rank at one path, and a different server on each rank at one url."""
     rank = dist.get_rank()
     disk, state = Path(folder) / f"disk{rank}", {"w": torch.ones(1 << 20), "step": 1}
-    told = []
+    errors = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_storage, "PATIENCE_SECONDS", 0.3)
         patch.setattr("socket.gethostname", lambda: f"host-{rank}")
@@ -381,18 +381,18 @@ def _save_to_own_disks(folder: str) -> list[str]:
                 call()
             text = str(caught.value)
             assert "host host-1" in text and "host host-0" in text and url in text, text
-            told.append(type(caught.value).__name__)
+            errors.append(type(caught.value).__name__)
         manager.close()
         assert manager.steps() == [] and (rank == 0 or not disk.exists())
         patch.setattr(shared_storage, "PATIENCE_SECONDS", 60)
         late = _LateStore(Path(folder) / "late")
         assert zarrckpt.save(state, late).objects > 0 and late.looks == (0 if rank == 0 else 4)
-    return told
+    return errors
 
 
-def test_a_save_to_a_disk_of_each_host_fails_by_name(tmp_path: Path) -> None:
-    for told in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
-        assert told == ["StorageError"] * 2 + ["CheckpointException"]
+def test_a_save_to_separate_disks_of_hosts_names_them(tmp_path: Path) -> None:
+    for errors in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
+        assert errors == ["StorageError"] * 2 + ["CheckpointException"]
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "disk0")
     assert zarrckpt.open(tmp_path / "late").verify().damages == ()

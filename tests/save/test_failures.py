@@ -508,7 +508,7 @@ def test_saves_whose_pieces_move_only_where_they_fit_no_grid(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [MERGED, APART], ids=["merged", "apart"])
-def test_a_rank_that_writes_nothing_in_silence(options: SaveOptions, tmp_path: Path) -> None:
+def test_a_rank_that_skips_its_writes_is_found(options: SaveOptions, tmp_path: Path) -> None:
     """No rank has failed, but the coordinator counts the written chunks."""
     cases = _cases(["write_data of a wrapper, in silence"], [], [*EVERYWHERE, *SEVERAL])
     answers = run_ranks(_fail_saves, str(tmp_path), cases, 1, options, timeout=600)
@@ -523,7 +523,7 @@ def _fail_after_the_commit(url: str) -> tuple[list[int], list[str]]:
     return told.failures or [], differing(url, 5)
 
 
-def test_what_fails_after_the_commit_is_committed(tmp_path: Path) -> None:
+def test_failures_after_the_commit_do_not_undo_it(tmp_path: Path) -> None:
     assert run_ranks(_fail_after_the_commit, str(tmp_path / "one")) == [([3], [])] * 4
 
 
@@ -570,7 +570,7 @@ def test_each_step_of_a_load_fails_on_each_rank(coordinator: int, tmp_path: Path
     _check_loads(answers, len(planning))
 
 
-def test_loads_of_ranks_that_read_for_themselves(tmp_path: Path) -> None:
+def test_loads_without_shared_reads_fail_on_each_rank(tmp_path: Path) -> None:
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
     cases = _cases([*LOAD_PLANS, *LOAD_READS], [], SEVERAL)

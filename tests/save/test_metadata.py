@@ -31,7 +31,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("how", ["save", "async_save", "dcp"])
-def test_it_comes_back(how: str, tmp_path: Path) -> None:
+def test_metadata_is_saved_and_read(how: str, tmp_path: Path) -> None:
     if how == "dcp":
         dcp.save(STATE, storage_writer=zarrckpt.ZarrStorageWriter(tmp_path / "a", metadata=METADATA), no_dist=True)
     elif how == "save":
@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, tmp_path: Path) -> None:
+def test_unsupported_metadata_is_refused(name: str, tmp_path: Path) -> None:
     metadata, error, text = REFUSED[name]
     for save in (zarrckpt.save, zarrckpt.async_save):
         with pytest.raises(error, match=text):
@@ -102,12 +102,12 @@ def _on_ranks(folder: str) -> None:
     zarrckpt.save(STATE, folder, metadata={"rank": dist.get_rank()})
 
 
-def test_the_coordinator_s_counts(tmp_path: Path) -> None:
+def test_rank_0s_metadata_is_saved(tmp_path: Path) -> None:
     run_ranks(_on_ranks, str(tmp_path / "a"), world_size=2)
     assert zarrckpt.open(tmp_path / "a").metadata == {"rank": 0}
 
 
-def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata_is_shown_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def output(*arguments: str) -> str:
         with pytest.raises(SystemExit) as end:
             main([*arguments])
@@ -127,7 +127,7 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert re.search('"val_loss": ?"2.25"', (tmp_path / "page.html").read_text())
 
 
-def test_a_run_has_room_for_what_it_adds_itself(tmp_path: Path) -> None:
+def test_metrics_and_metadata_share_one_limit(tmp_path: Path) -> None:
     """Metrics and metadata that fit one by one, but not together, are refused before anything is stored."""
     manager = zarrckpt.CheckpointManager(tmp_path, signals=(), background=False)
     room = MAX_RUN_METADATA - len('{"step":1,"note":""}')

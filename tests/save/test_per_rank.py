@@ -149,7 +149,7 @@ def _fresh() -> dict[str, Any]:
     return _found(_state(90))
 
 
-def test_each_rank_gets_its_own_and_new_ranks_what_the_rule_says(tmp_path: Path) -> None:
+def test_new_ranks_get_state_by_the_rule(tmp_path: Path) -> None:
     url = str(tmp_path / "four")
     saved = run_ranks(_save, url)
     assert len({str(rank) for rank in saved}) == 4
@@ -168,7 +168,7 @@ def test_each_rank_gets_its_own_and_new_ranks_what_the_rule_says(tmp_path: Path)
     assert "loader.1.position" in answers[3][1].loaded
 
 
-def test_on_s3(moto_bucket: S3Place) -> None:
+def test_per_rank_state_works_on_s3(moto_bucket: S3Place) -> None:
     url, env = moto_bucket.url("run/step-1"), moto_bucket.environment
     saved = run_ranks(_save, url, env=env)
     assert [found for found, _ in run_ranks(_load, url, world_size=2, env=env)] == saved[:2]
@@ -195,7 +195,7 @@ def _load_more_ranks(url: str) -> None:
     assert target.eq(10).all()
 
 
-def test_a_new_rank_is_an_error_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_new_rank_is_an_error_by_default(tmp_path: Path) -> None:
     url = str(tmp_path / "two")
     run_ranks(_save, url, world_size=2)
     text = all_ranks_raise(zarrckpt.KeyMismatchError, _load, url)
@@ -294,7 +294,7 @@ def _load_own_tensors(url: str, share_reads: bool | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 3]])
-def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -> None:
+def test_tensors_of_one_dtype_and_shape_are_one_array(members: list[int], tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     run_ranks(_save_own_tensors, url, members)
     opened = zarrckpt.open(url)
@@ -338,7 +338,7 @@ def test_objects_do_not_grow_with_the_ranks(tmp_path: Path) -> None:
     assert counts == [4, 4, 4]
 
 
-def test_a_part_of_the_state(tmp_path: Path) -> None:
+def test_a_part_of_per_rank_state_is_loaded(tmp_path: Path) -> None:
     _save(str(tmp_path / "one"))
     fresh = _fresh()
     found, report = _load(str(tmp_path / "one"), keys=["loader"])
@@ -361,7 +361,7 @@ def test_shapes_must_be_those_that_this_rank_saved(tmp_path: Path) -> None:
     assert fitting.value is tensor and not tensor.any()
 
 
-def test_what_was_not_saved_per_rank(tmp_path: Path) -> None:
+def test_state_not_saved_per_rank_is_missing_or_kept(tmp_path: Path) -> None:
     zarrckpt.save({"rng": torch.ones(2), "seeds": {"a": 1, "01": 2, "-1": 3}}, tmp_path / "one")
     for name in ("rng", "seeds", "absent"):
         for new_ranks in ("error", "wrap"):
@@ -427,7 +427,7 @@ def test_models_that_are_not_sharded_and_tensors_that_are(tmp_path: Path) -> Non
     run_ranks(_save_sharded, str(tmp_path / "sharded"), world_size=2)
 
 
-def test_where_it_is_not_taken_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_per_rank_in_unsupported_positions_is_refused_by_name(tmp_path: Path) -> None:
     rng = PerRank(torch.get_rng_state())
     for planner in (zarrckpt.ZarrSavePlanner(), None):
         with pytest.raises(CheckpointException) as caught:
@@ -458,7 +458,7 @@ def test_copies_are_like_those_of_other_containers() -> None:
     assert deep.value[0] is not one.value[0] and deep.value[0].eq(1).all()
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_a_used_name_is_refused(tmp_path: Path) -> None:
     """Ranks' tensors are stacked under ``rng.ranks``. No other entry of that name is lost."""
     own = PerRank(torch.ones(4))
     states: list[dict[str, Any]] = [

@@ -91,7 +91,7 @@ RESUMES: dict[str, list[tuple[str, int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+def test_training_resumes(kind: str, tmp_path: Path) -> None:
     url = str(tmp_path / "step-2")
     ranks = run_ranks(_train_and_save, kind, url, **_where(0 if kind in ("plain", "compiled") else 4))
     saved, losses, report = ranks[0]
@@ -106,7 +106,7 @@ def _where(world_size: int) -> dict[str, Any]:
     return {"world_size": world_size} if world_size else {"world_size": 1, "group": False}
 
 
-def test_a_trained_run_resumes_with_its_gradients_left_alone(tmp_path: Path) -> None:
+def test_a_load_does_not_change_gradients(tmp_path: Path) -> None:
     url = str(tmp_path / "step-2")
     saved, losses, _ = run_ranks(_train_and_save, "fsdp2", url)[0]
     for loaded, next_losses, report in run_ranks(_resume_trained, "fsdp2", url, world_size=2):
@@ -115,7 +115,7 @@ def test_a_trained_run_resumes_with_its_gradients_left_alone(tmp_path: Path) -> 
         assert report.missing == report.unexpected == ()
 
 
-def test_training_goes_on_from_s3(moto_bucket: S3Place) -> None:
+def test_training_resumes_from_s3(moto_bucket: S3Place) -> None:
     url, env = moto_bucket.url("run/step-2"), moto_bucket.environment
     saved, losses, report = run_ranks(_train_and_save, "fsdp2", url, env=env)[0]
     assert report.url == url
@@ -312,7 +312,7 @@ def _save_drifted(url: str) -> list[str]:
     return [str(warning.message) for warning in caught if "differ between ranks" in str(warning.message)]
 
 
-def test_entries_that_do_not_agree_are_named_and_saved_from_the_lowest(tmp_path: Path) -> None:
+def test_differing_entries_are_named_and_saved_from_the_lowest_rank(tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     messages = run_ranks(_save_drifted, url)
     assert [len(found) for found in messages] == [1, 0, 0, 0]
@@ -362,7 +362,7 @@ def _save_without_one_ranks_part(url: str) -> None:
     zarrckpt.save({"b": whole["b"]} if dist.get_rank() == 1 else whole, url)
 
 
-def test_a_missing_shard_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_missing_shard_is_found_before_a_write(tmp_path: Path) -> None:
     message = all_ranks_raise(zarrckpt.CheckpointError, _save_without_one_ranks_part, str(tmp_path / "one"))
     assert "w" in message and not (tmp_path / "one").exists()
 
@@ -389,7 +389,7 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_every_dtype_comes_back_bit_for_bit(portable: bool, tmp_path: Path) -> None:
+def test_every_dtype_round_trips_bit_for_bit(portable: bool, tmp_path: Path) -> None:
     state = {str(dtype): _random(dtype, 7, 5) for dtype in DTYPES}
     state |= {f"scalar {dtype}": _random(dtype, 1)[0] for dtype in DTYPES}
     zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(portable_dtypes=portable))
@@ -441,7 +441,7 @@ def test_saves_store_the_arrays_of_a_portable_copy(way: str, tmp_path: Path) -> 
     assert zarrckpt.open(tmp_path / "back").read(["own"])["own"].tolist() == [1, 1, 1]
 
 
-def test_views_are_saved_as_they_look_and_filled_where_they_are(tmp_path: Path) -> None:
+def test_views_are_saved_by_content_and_filled_in_place(tmp_path: Path) -> None:
     base = torch.randn(6, 8, dtype=torch.complex64)
     views = {
         "transposed": base.t(),
@@ -489,7 +489,7 @@ def _save_unsaveable(name: str, url: str, only_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["sparse", "meta", "quantized", "half_complex", "nested", "partial"])
-def test_what_has_no_place_in_a_checkpoint_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_objects_are_refused_by_name(name: str, tmp_path: Path) -> None:
     for only_rank in (None, 2):
         message = all_ranks_raise(zarrckpt.CheckpointError, _save_unsaveable, name, str(tmp_path / "one"), only_rank)
         assert f"odd.{name}" in message
@@ -509,7 +509,7 @@ def _save_sharded_tensor(url: str) -> None:
     assert torch.equal(full, source)
 
 
-def test_sharded_tensors(tmp_path: Path) -> None:
+def test_sharded_tensors_round_trip(tmp_path: Path) -> None:
     run_ranks(_save_sharded_tensor, str(tmp_path / "one"))
     assert zarrckpt.open(tmp_path / "one").writers("w").tolist() == [[0], [1], [2], [3]]
 
@@ -549,7 +549,7 @@ def _nested(seed: int) -> dict[str, Any]:
     }
 
 
-def test_objects_in_nested_containers(tmp_path: Path) -> None:
+def test_objects_in_nested_containers_round_trip(tmp_path: Path) -> None:
     saved, target = _nested(1), _nested(2)
     zarrckpt.save(saved, tmp_path / "one")
     objects = [*target["nets"], *target["deep"]["optims"].values(), *target["deep"]["counters"][:2]]
@@ -569,7 +569,7 @@ def test_objects_in_nested_containers(tmp_path: Path) -> None:
     assert "deep.counters.1.again.history" in report.loaded and report.missing == report.unexpected == ()
 
 
-def test_a_list_of_tensors_is_made_in_its_order(tmp_path: Path) -> None:
+def test_lists_of_tensors_keep_their_order(tmp_path: Path) -> None:
     zarrckpt.save({"many": [torch.tensor(number) for number in range(12)]}, tmp_path / "one")
     target: dict[str, Any] = {"many": None}
     zarrckpt.load(target, tmp_path / "one")
@@ -619,7 +619,7 @@ def _nan_keys(url: str) -> None:
     [frozenset("abc"), (1, frozenset({2})), 1j, 2**600, (2**600,), "\ud83d\ude00", ("a\ud800",), b"x", 10**5000],
     ids=lambda key: f"{type(key).__name__}",
 )
-def test_keys_that_no_other_process_would_show_alike_are_refused(key: Any, tmp_path: Path) -> None:
+def test_keys_that_differ_between_processes_are_refused(key: Any, tmp_path: Path) -> None:
     for state in ({key: torch.ones(1)}, {"a": {"b": {key: 1}}}):
         with pytest.raises(zarrckpt.UnsupportedValueError, match=type(key).__name__):
             zarrckpt.save(state, tmp_path / "one")
@@ -631,7 +631,7 @@ def test_a_nan_is_one_key(tmp_path: Path) -> None:
     _nan_keys(str(tmp_path / "one"))
 
 
-def test_tied_weights_have_a_name_each(tmp_path: Path) -> None:
+def test_each_tied_weight_has_a_name(tmp_path: Path) -> None:
     saved, target = Tied(), Tied()
     optim = torch.optim.Adam(saved.parameters())
     saved.head(saved.embed(torch.tensor([1, 2]))).sum().backward()
@@ -677,7 +677,7 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.step()
 
 
-def test_a_fresh_optimizer_is_saved_as_such_and_not_changed(tmp_path: Path) -> None:
+def test_a_fresh_optimizer_is_saved_without_changes(tmp_path: Path) -> None:
     model, optim = _adam_run()
     model(torch.ones(1, 3)).sum().backward()
     gradients = [p.grad for p in model.parameters()]
@@ -716,7 +716,7 @@ def test_parameters_without_gradients_stay_without_state(tmp_path: Path) -> None
         assert other.idle not in target.state and other.frozen not in target.state
 
 
-def test_loading_the_model_leaves_a_fresh_optimizer_alone(tmp_path: Path) -> None:
+def test_loading_only_the_model_keeps_a_fresh_optimizer(tmp_path: Path) -> None:
     model, optim = _adam_run()
     _step(model, optim)
     zarrckpt.save({"model": model, "optim": optim, "step": 1}, tmp_path / "one")
@@ -729,7 +729,7 @@ def test_loading_the_model_leaves_a_fresh_optimizer_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd(momentum: float, tmp_path: Path) -> None:
+def test_sgd_round_trips(momentum: float, tmp_path: Path) -> None:
     def make(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, _ = _adam_run()
         return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -745,7 +745,7 @@ def test_sgd(momentum: float, tmp_path: Path) -> None:
     assert same(snapshot(optim.state_dict()), snapshot(target.state_dict())) == []
 
 
-def test_an_optimizer_without_its_module(tmp_path: Path) -> None:
+def test_an_optimizer_without_its_module_is_saved(tmp_path: Path) -> None:
     model, optim = _adam_run()
     _step(model, optim)
     zarrckpt.save({"optim": optim, "w": model.weight}, tmp_path / "one")
@@ -760,7 +760,7 @@ def test_an_optimizer_without_its_module(tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
-def test_parts_of_an_optimizer(tmp_path: Path) -> None:
+def test_parts_of_an_optimizer_are_loaded(tmp_path: Path) -> None:
     model, optim = _adam_run()
     _step(model, optim)
     zarrckpt.save({"model": model, "optim": optim}, tmp_path / "one")
@@ -795,7 +795,7 @@ def _flat_state(factor: int) -> dict[str, Any]:
     }
 
 
-def test_keys_select_and_the_report_says_what_was_done(tmp_path: Path) -> None:
+def test_keys_select_entries_and_the_report_lists_them(tmp_path: Path) -> None:
     saved = zarrckpt.save(_flat_state(1), tmp_path / "one")
     assert (saved.url, saved.objects, saved.nbytes) == (str(tmp_path / "one"), 3, 3 * 4 + 2 * 4 + 2 * 4 + 3 * 4)
     names = ("model.a.bias", "model.a.weight", "modeling", "notes.list", "notes.who", "step")
@@ -817,7 +817,7 @@ def test_keys_select_and_the_report_says_what_was_done(tmp_path: Path) -> None:
         zarrckpt.load(_flat_state(0), tmp_path / "one", keys=["model", "mode"])
 
 
-def test_more_or_less_than_the_checkpoint_has(tmp_path: Path) -> None:
+def test_targets_with_more_or_fewer_entries(tmp_path: Path) -> None:
     zarrckpt.save(_flat_state(1), tmp_path / "one")
     target: dict[str, Any] = {"model": {"a.weight": torch.zeros(3), "b": torch.zeros(1)}, "step": 0, "extra": "kept"}
     with pytest.raises(zarrckpt.KeyMismatchError) as caught:
@@ -925,7 +925,7 @@ def test_dtypes_are_converted_only_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex128])
-def test_casts_of_pieces_that_do_not_lie_like_the_chunks(saved: torch.dtype, tmp_path: Path) -> None:
+def test_casts_work_for_pieces_across_chunks(saved: torch.dtype, tmp_path: Path) -> None:
     """Every piece is converted separately: parts of subchunks, of any size and alignment."""
     whole = torch.arange(3 * 5 * 7).reshape(3, 5, 7).to(saved)
     parts = {"w": whole, "scalar": whole[1, 2, 3].clone(), "empty": whole[:0]}
@@ -976,7 +976,7 @@ def test_a_failure_of_the_store_keeps_the_client_s_error_as_its_cause(tmp_path: 
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_containers_of_objects_stay_the_user_s_own(tmp_path: Path) -> None:
+def test_containers_of_objects_are_not_replaced(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     zarrckpt.save({"held": UserDict(model=model, step=3)}, tmp_path / "one")
     held = UserDict(model=nn.Linear(2, 2), step=0)
@@ -1086,7 +1086,7 @@ def _in_a_group_of_three(url: str) -> tuple[zarrckpt.SaveReport, zarrckpt.LoadRe
     return saved, loaded
 
 
-def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
+def test_a_sub_group_saves_and_loads(tmp_path: Path) -> None:
     answers = run_ranks(_in_a_group_of_three, str(tmp_path / "one"))
     assert answers[0] is None
     assert answers[1][0] == answers[2][0] == answers[3][0]
@@ -1101,7 +1101,7 @@ def _replicas(url: str) -> zarrckpt.SaveReport:
     return zarrckpt.save(state, url)
 
 
-def test_what_all_ranks_hold_is_written_once_and_by_turns(tmp_path: Path) -> None:
+def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
     report = run_ranks(_replicas, str(tmp_path / "one"))[0]
     assert report.rank_bytes == (808, 808, 808, 808) and report.objects == 8
     checkpoint = zarrckpt.open(tmp_path / "one")
@@ -1134,7 +1134,7 @@ def test_latest_has_the_greatest_step_whenever_it_was_committed(tmp_path: Path) 
     assert state == {"step": 100}
 
 
-def test_latest_of_folders_without_a_step_is_the_one_committed_last(tmp_path: Path) -> None:
+def test_latest_without_steps_is_the_last_commit(tmp_path: Path) -> None:
     for name in ("last", "first", "last"):
         zarrckpt.save({"name": name}, tmp_path / name, overwrite=True)
     assert zarrckpt.latest(tmp_path) == str(tmp_path / "last")
@@ -1142,7 +1142,7 @@ def test_latest_of_folders_without_a_step_is_the_one_committed_last(tmp_path: Pa
     assert zarrckpt.latest(tmp_path) == str(tmp_path / "epoch_3")
 
 
-def test_latest_passes_over_damage_with_a_warning(tmp_path: Path) -> None:
+def test_latest_skips_damage_with_a_warning(tmp_path: Path) -> None:
     for step in (1, 2):
         zarrckpt.save({"step": step}, tmp_path / str(step))
     (tmp_path / "2" / "zarr.json").write_text("{")

@@ -21,7 +21,7 @@ from zarrckpt._state import objects
 
 
 @pytest.mark.parametrize("name", ["concurrency", "max_inflight_bytes", "max_chunk_bytes"])
-def test_limits_without_meaning_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_meaningless_limits_are_refused_by_name(name: str, tmp_path: Path) -> None:
     one: dict[str, Any] = {name: 1}
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one", options=zarrckpt.SaveOptions(**one))
     for value, error in {0: ValueError, -1: ValueError, 1.5: TypeError, "8": TypeError}.items():
@@ -78,7 +78,7 @@ def test_a_state_that_is_no_dict_is_refused(state: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
-def test_a_url_in_the_place_of_the_state_and_none_for_a_url_are_named(tmp_path: Path) -> None:
+def test_swapped_arguments_and_a_missing_url_are_named(tmp_path: Path) -> None:
     wrong: Any = {"w": torch.ones(3)}
     for call in (zarrckpt.save, zarrckpt.async_save, zarrckpt.load):
         with pytest.raises(zarrckpt.UnsupportedValueError, match=rf"wrong order: {call.__name__}\(state, url\)"):
@@ -87,7 +87,7 @@ def test_a_url_in_the_place_of_the_state_and_none_for_a_url_are_named(tmp_path: 
         zarrckpt.load({"w": torch.ones(3)}, zarrckpt.latest(tmp_path))
 
 
-def test_a_mismatch_ends_with_the_steps_for_what_differs(tmp_path: Path) -> None:
+def test_a_mismatch_names_the_next_steps(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(3), "n": 1}, tmp_path / "one")
     steps = {"sizes": torch.ones(4), "allow_cast": torch.ones(3).half(), "strict=False": None}
     for step, target in steps.items():
@@ -97,7 +97,7 @@ def test_a_mismatch_ends_with_the_steps_for_what_differs(tmp_path: Path) -> None
         assert [other for other in steps if other in str(caught.value)] == [step]
 
 
-def test_a_module_that_gets_nothing_is_warned_of(tmp_path: Path) -> None:
+def test_a_module_without_loaded_entries_is_warned_of(tmp_path: Path) -> None:
     zarrckpt.save({"model": nn.Linear(2, 2)}, tmp_path / "one")
     with pytest.warns(UserWarning, match="'net'.*none of its entries.*'model'") as caught:
         zarrckpt.load({"net": nn.Linear(2, 2), "model": nn.Linear(2, 2)}, tmp_path / "one", strict=False)
@@ -116,8 +116,8 @@ def test_a_state_without_any_entry_is_saved_with_a_warning(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="no entries") as caught:
         zarrckpt.save({}, tmp_path / "zero")
     assert caught[0].filename == __file__
-    (said,) = _save_nothing(str(tmp_path / "one"))
-    assert str(tmp_path / "one") in said and not zarrckpt.open(tmp_path / "one")
+    (message,) = _save_nothing(str(tmp_path / "one"))
+    assert str(tmp_path / "one") in message and not zarrckpt.open(tmp_path / "one")
     assert [len(lines) for lines in run_ranks(_save_nothing, str(tmp_path / "two"), world_size=2)] == [1, 0]
 
 
@@ -134,7 +134,7 @@ class _Failing(nn.Module):
         raise RuntimeError("no state today")
 
 
-def test_a_process_alone_has_no_rank_that_failed(tmp_path: Path) -> None:
+def test_errors_of_one_process_name_no_rank(tmp_path: Path) -> None:
     (text,) = _notes(str(tmp_path / "one"))
     assert "no state today" in text and "rank" not in text
     for note, text in run_ranks(_notes, str(tmp_path / "two"), world_size=2):
@@ -177,7 +177,7 @@ def test_keys_without_a_target_on_any_rank_are_an_error(tmp_path: Path) -> None:
     assert target["part1"].eq(2).all()
 
 
-def test_an_interrupt_stays_one_and_the_save_can_be_repeated(tmp_path: Path) -> None:
+def test_an_interrupt_is_raised_and_the_save_can_be_repeated(tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -191,9 +191,7 @@ def test_an_interrupt_stays_one_and_the_save_can_be_repeated(tmp_path: Path) -> 
         zarrckpt.load(state, tmp_path / "one", progress=interrupt)
 
 
-def test_long_lists_of_numbers_are_not_searched_for_objects_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_lists_of_numbers_are_not_searched_for_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     class Asking(type):

@@ -197,7 +197,7 @@ def test_damage_is_found_as_on_disk(lists: bool, serve: Serve, tmp_path: Path) -
         assert there.damages == here.damages
 
 
-def test_a_server_that_fails_is_no_damage(folder: Path, serve: Serve) -> None:
+def test_errors_of_a_server_are_not_damage(folder: Path, serve: Serve) -> None:
     opened = zarrckpt.open(f"{serve(folder, fails='/large/zarr.json')}/ck")
     with pytest.raises(StorageError, match="503") as caught:
         opened.verify(quick=True)

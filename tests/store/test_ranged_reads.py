@@ -42,7 +42,7 @@ def gives_up_soon() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bucket", ["moto_bucket", pytest.param("ceph_bucket", marks=pytest.mark.ceph)])
-def test_parts_of_every_size(bucket: str, request: pytest.FixtureRequest) -> None:
+def test_ranges_of_every_size_are_read(bucket: str, request: pytest.FixtureRequest) -> None:
     store = store_of(request.getfixturevalue(bucket))
     assert part(store) and part(store, 0, len(DATA)) and part(store, 5, 6) and part(store, len(DATA) - 1, len(DATA))
 

@@ -212,7 +212,7 @@ class TestStore:
                 read()
             assert isinstance(caught.value, FileNotFoundError)
 
-    def test_a_folder_is_no_object(self, store: Store) -> None:
+    def test_a_folder_is_not_an_object(self, store: Store) -> None:
         store.put("folder/k", [b"x"])
         with pytest.raises(ObjectNotFoundError):
             store.get("folder")
@@ -240,7 +240,7 @@ class TestStore:
             store.read_into("big", byte_offset, memoryview(found := bytearray(length)))
             assert bytes(found) == (b"end" if length == 3 else block.tobytes())
 
-    def test_lists_what_lies_below_a_folder(self, store: Store) -> None:
+    def test_lists_the_objects_below_a_folder(self, store: Store) -> None:
         for key in ("zarr.json", "a/zarr.json", "a/b/c.0", "a/b/c.1", "ab/c.0", "d/e/f/g"):
             store.put(key, [key.encode()])
         assert {item.key: item.size for item in store.list("a")} == {"a/zarr.json": 11, "a/b/c.0": 7, "a/b/c.1": 7}
@@ -258,7 +258,7 @@ class TestStore:
         assert [*store.list()] == []
         assert store.list_dir() == ([], [])
 
-    def test_lists_what_others_wrote_meanwhile(self, spec: StoreSpec, store: Store) -> None:
+    def test_lists_objects_of_other_clients(self, spec: StoreSpec, store: Store) -> None:
         store.put("a/1", [b"x"])
         assert store.list_dir("a") == (["1"], [])
         spec.child("a").open().put("2", [b"xx"])
@@ -311,7 +311,7 @@ class TestConditions:
             store.create("k", b"created")
         assert store.get("k") == b"put"
 
-    def test_meeting_its_own_object_is_no_conflict(self, store: Store) -> None:
+    def test_finding_its_own_object_is_not_a_conflict(self, store: Store) -> None:
         store.create("k", b"unique to me")
         store.create("k", b"unique to me")
         assert store.get("k") == b"unique to me"
@@ -344,7 +344,7 @@ class TestConditions:
             store.replace("k", b"second", seen.version)
         assert [*store.list()] == []
 
-    def test_repeating_a_replace_that_succeeded_is_no_conflict(self, store: Store) -> None:
+    def test_repeating_a_successful_replace_is_not_a_conflict(self, store: Store) -> None:
         store.create("k", b"first")
         seen = store.get_versioned("k")
         store.replace("k", b"second, unique", seen.version)
@@ -369,7 +369,7 @@ class TestConditions:
             assert all(isinstance(error, ObjectExistsError) for error in results if error is not None), results
             assert store.get("root").startswith(b"%d " % winners[0])
 
-    def test_two_stores_on_one_place_see_each_other(self, spec: StoreSpec) -> None:
+    def test_two_stores_of_one_url_see_each_other(self, spec: StoreSpec) -> None:
         first, second = spec.child("x").open(), spec.child("x").open()
         first.create("k", b"1")
         with pytest.raises(ObjectExistsError):
@@ -378,7 +378,7 @@ class TestConditions:
         assert first.get("k") == b"3"
 
 
-def test_memory_is_exact_even_when_every_read_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_exact_even_with_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     whole = MemoryFileSystem.cat_file
@@ -422,7 +422,7 @@ class TestForOthers:
         with pytest.raises(ValueError, match="read-only"):
             found.create_group("new")
 
-    def test_many_threads_at_once(self, store: Store) -> None:
+    def test_many_threads_use_one_store(self, store: Store) -> None:
         def work(number: int) -> None:
             data = os.urandom(10_000)
             store.put(f"t/{number % 7}/{number}", [data[:5000], data[5000:]])

@@ -103,7 +103,7 @@ def signed_for(url: SplitResult) -> list[str]:
         ("region = eu-west-3\ns3 =\n  use_accelerate_endpoint = true", {}, {"profile": "p"}),
     ],
 )
-def test_server_region_and_keys_are_those_of_botocore(
+def test_endpoint_region_and_keys_equal_botocores(
     settings: str,
     environment: dict[str, str],
     options: dict[str, Any],
@@ -133,7 +133,7 @@ def test_a_broken_configuration_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     open_store("s3://research/run", storage_options={"endpoint_url": "http://127.0.0.1:9", "region": "eu-west-3"})
 
 
-def test_without_botocore_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_botocore_only_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path, monkeypatch, "region = eu-west-3\nendpoint_url = http://127.0.0.1:9001")
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     _aws._ask_botocore.cache_clear()

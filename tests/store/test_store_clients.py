@@ -118,6 +118,6 @@ def test_a_store_sees_nothing_of_its_neighbours(s3_stub: S3Stub) -> None:
 
 
 @pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "a/..", "a\nb", "a\x7f"])
-def test_paths_that_obstore_takes_for_no_key(path: str) -> None:
+def test_paths_that_obstore_refuses_are_storage_errors(path: str) -> None:
     with pytest.raises(StorageError):
         open_store(f"s3://bucket/{path}", storage_options={"anon": True})

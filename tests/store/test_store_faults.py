@@ -103,7 +103,7 @@ class _Heard(logging.Handler):
 
 
 @contextlib.contextmanager
-def everything_said(lines: list[str]) -> Iterator[None]:
+def collected_output(lines: list[str]) -> Iterator[None]:
     """Add the logs and warnings of a block to ``lines``."""
     heard, root = _Heard(), logging.getLogger()
     level = root.level
@@ -141,21 +141,21 @@ class Failure:
 
 def failure_of(call: Callable[[], Any]) -> Failure:
     """Call, and return the outcome."""
-    found, said = Failure(), list[str]()
+    found, texts = Failure(), list[str]()
     began = time.monotonic()
     try:
-        with everything_said(said):
+        with collected_output(texts):
             call()
     except (Exception, CheckpointException) as err:
         found.kind, found.is_ours, found.text = type(err).__name__, isinstance(err, zarrckpt.CheckpointError), str(err)
-        said.append(everything_in(err))
+        texts.append(everything_in(err))
     found.seconds = time.monotonic() - began
-    found.shows = secrets_in("\n".join(said))
+    found.shows = secrets_in("\n".join(texts))
     return found
 
 
 @dataclass
-class Told:
+class Outcome:
     """One case on one rank."""
 
     name: str
@@ -188,9 +188,9 @@ def opens(url: str, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def _case(case: Case, url: str, good: Mapping[str, Any], bad: Mapping[str, Any], broken: Any) -> Told:
+def _case(case: Case, url: str, good: Mapping[str, Any], bad: Mapping[str, Any], broken: Any) -> Outcome:
     """Save and load with a fault, from the options ``bad`` or the context ``broken``, then without it."""
-    told, mine = Told(case.name), dist.get_rank() in case.ranks
+    outcome, mine = Outcome(case.name), dist.get_rank() in case.ranks
     own = bad if mine else good
 
     def fails(call: Callable[[], Any]) -> Failure:
@@ -200,34 +200,34 @@ def _case(case: Case, url: str, good: Mapping[str, Any], bad: Mapping[str, Any],
         return found
 
     if "save" in case.hits:
-        told.save = fails(lambda: zarrckpt.save(state_of(1), url, **own))
-        told.opened = opens(url, good)
+        outcome.save = fails(lambda: zarrckpt.save(state_of(1), url, **own))
+        outcome.opened = opens(url, good)
         dist.barrier()
     zarrckpt.save(state_of(2), url, **good)
     target, expected = state_of(-1), held_of(state_of(2))
     if "load" in case.hits:
-        told.load = fails(lambda: zarrckpt.load(target, url, **own))
+        outcome.load = fails(lambda: zarrckpt.load(target, url, **own))
     clear(target)
     zarrckpt.load(target, url, **good)
-    told.wrong = [name for name, held in held_of(target).items() if held != expected[name]]
-    return told
+    outcome.wrong = [name for name, held in held_of(target).items() if held != expected[name]]
+    return outcome
 
 
-def check(cases: Sequence[Case], answers: Sequence[Sequence[Told]]) -> None:
+def check(cases: Sequence[Case], answers: Sequence[Sequence[Outcome]]) -> None:
     """Check that every rank soon got one right error without a secret, nothing was committed, and the
     next save works.
     """
     for case, row in zip(cases, zip(*answers, strict=True), strict=True):
         for what in ("save", "load"):
-            failures = [getattr(told, what) for told in row if what in case.hits]
+            failures = [getattr(outcome, what) for outcome in row if what in case.hits]
             for failure in failures:
                 shown = f"{case.name}: {what}: {failure}"
                 assert failure.kind == "StorageError" and failure.is_ours and failure.seconds < SECONDS, shown
                 assert re.search(case.says, failure.text, re.DOTALL), shown
                 assert not failure.shows, shown
                 assert failure.text == failures[0].text, shown
-        for told in row:
-            assert not told.opened and not told.wrong, told
+        for outcome in row:
+            assert not outcome.opened and not outcome.wrong, outcome
 
 
 # -- servers
@@ -335,7 +335,7 @@ SERVERS: list[tuple[Case, Wrong | None, Callable[[str, str], bool], dict[str, An
 ]
 
 
-def _at_servers(cases: Sequence[Case], good: dict[str, Any], bad: Sequence[dict[str, Any]]) -> list[Told]:
+def _at_servers(cases: Sequence[Case], good: dict[str, Any], bad: Sequence[dict[str, Any]]) -> list[Outcome]:
     own = {"storage_options": good}
     return [
         _case(case, f"s3://bucket/{case.name}", own, {"storage_options": options}, contextlib.nullcontext)
@@ -507,7 +507,7 @@ LOCAL: dict[str, tuple[Case, Callable[[], contextlib.AbstractContextManager[None
 }
 
 
-def _at_disks(folder: str, names: Sequence[str]) -> list[Told]:
+def _at_disks(folder: str, names: Sequence[str]) -> list[Outcome]:
     return [_case(LOCAL[name][0], f"{folder}/{name}", {}, {}, LOCAL[name][1]) for name in names]
 
 

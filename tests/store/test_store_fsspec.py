@@ -103,7 +103,7 @@ def store(url: str) -> Iterator[Store]:
     yield open_store(url)
 
 
-def test_connections_are_lent_to_one_call_each_and_bounded(store: Store) -> None:
+def test_each_connection_serves_one_call_and_their_number_is_bounded(store: Store) -> None:
     def work(number: int) -> None:
         store.put(f"{number % 5}/{number}", [b"%d" % number])
         assert store.get(f"{number % 5}/{number}") == b"%d" % number
@@ -114,7 +114,7 @@ def test_connections_are_lent_to_one_call_each_and_bounded(store: Store) -> None
     assert len(StiffFileSystem.instances) <= 8 + 1
 
 
-def test_replaces_where_rename_does_not(store: Store) -> None:
+def test_replaces_without_a_replacing_rename(store: Store) -> None:
     with pytest.warns(UserWarning, match="best effort"):
         store.create("root", b"1")
     seen = store.get_versioned("root")
@@ -164,15 +164,15 @@ def test_an_overwrite_that_fails_keeps_the_old_object(
         try:
             store.put("k", [b"new"])
         except (StorageError, KeyboardInterrupt) as error:
-            said = str(error)
+            message = str(error)
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     if store.list_dir()[0]:
         assert store.get("k") in (b"old", b"new")
     else:  # no later rename worked, so nothing could be undone: the error names the path of the old object
-        assert fault == "is the last" and [data for path, data in files.items() if path in said] == [b"old"]
+        assert fault == "is the last" and [data for path, data in files.items() if path in message] == [b"old"]
 
 
-def test_helper_files_are_no_objects(store: Store, tmp_path: Path) -> None:
+def test_temporary_files_are_not_objects(store: Store, tmp_path: Path) -> None:
     store.put("a/k", [b"x"])
     (found,) = tmp_path.rglob("k")
     found.with_name(f"k.{uuid.uuid4().hex}.zarrckpt-part").write_bytes(b"half")
@@ -180,7 +180,7 @@ def test_helper_files_are_no_objects(store: Store, tmp_path: Path) -> None:
     assert store.list_dir("a") == (["k"], [])
 
 
-def test_the_warning_comes_once(store: Store) -> None:
+def test_the_warning_is_issued_once(store: Store) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for key in ("a", "b", "c"):

@@ -71,7 +71,7 @@ def test_short_writes_and_reads_are_continued(store: Store, monkeypatch: pytest.
     assert bytes(found) == b"89abcdefghij"
 
 
-def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
+def test_a_failed_write_leaves_only_the_old_object(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("k", [b"old"])
@@ -92,7 +92,7 @@ def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
     assert files_below(tmp_path / "root") == {"k"}
 
 
-def test_what_a_crash_leaves_is_no_object_and_goes_with_the_key(store: Store, tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_no_objects_and_deleted_with_the_key(store: Store, tmp_path: Path) -> None:
     (tmp_path / "root/a").mkdir(parents=True)
     part = _local_commit.write_temp(str(tmp_path / "root/a/k"), [[memoryview(b"half")]], unique=False, sync=False)
     assert Path(part).exists()
@@ -112,7 +112,7 @@ def test_long_names_fit(store: Store) -> None:
     assert {item.key for item in store.list()} == {name, f"folder/{name}"}
 
 
-def test_empty_folders_go_and_others_stay(store: Store, tmp_path: Path) -> None:
+def test_only_empty_folders_are_removed(store: Store, tmp_path: Path) -> None:
     for key in ("a/b/c/1", "a/b/2", "d/3"):
         store.put(key, [b"x"])
     (tmp_path / "root/a/foreign").mkdir()
@@ -127,7 +127,7 @@ def test_empty_folders_go_and_others_stay(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["/".join(["n" * 250] * 20), "k/below/a/file"], ids=["too long", "below a file"])
-def test_what_cannot_be_is_not_there(store: Store, key: str) -> None:
+def test_impossible_keys_are_absent(store: Store, key: str) -> None:
     store.put("k", [b"x"])
     with pytest.raises(StorageError):
         store.put(key, [b"x"])
@@ -161,7 +161,7 @@ def test_create_without_hard_links_still_has_one_winner(
     assert files_below(tmp_path / "root") == {"k"}
 
 
-def test_create_without_hard_links_takes_a_failed_write_back(
+def test_create_without_hard_links_removes_a_failed_write(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.writev
@@ -236,9 +236,7 @@ def _hold_lock(path: str, held: Any, release: Any) -> None:
         release.wait(20)
 
 
-def test_a_lock_that_is_held_too_long_is_an_error(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_not_released_is_an_error(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_local_commit, "_LOCK_SECONDS", 0.2)
     store.create("k", b"1")
     context = multiprocessing.get_context("spawn")
@@ -333,7 +331,7 @@ def test_a_failed_sync_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch
         store.sync(["k"])
 
 
-def test_what_another_store_has_written_is_synced_too(tmp_path: Path, synced: list[str]) -> None:
+def test_files_of_other_stores_are_synced_too(tmp_path: Path, synced: list[str]) -> None:
     open_store(tmp_path, durable=False).put("k", [b"x"])
     assert synced == []
     open_store(tmp_path).sync(["k"])
@@ -362,7 +360,7 @@ def test_refusals_name_the_path_and_the_next_step(
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for root in (tmp_path / "file", tmp_path / "file/below"):
         with pytest.raises(StorageError, match="A file has the name of a folder"):
@@ -394,7 +392,7 @@ def test_bucket_mounts_are_recognised(path: str, kind: str) -> None:
     assert _local_commit.bucket_mount(path, mountinfo) == kind
 
 
-def test_a_bucket_mount_is_refused_before_anything_is_committed(
+def test_a_bucket_mount_is_refused_before_a_commit(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_local_commit, "bucket_mount", lambda path, mountinfo: "mountpoint-s3")

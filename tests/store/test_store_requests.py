@@ -322,6 +322,6 @@ def test_a_control_character_is_named_with_its_option(option: str) -> None:
 @pytest.mark.parametrize(
     "endpoint", ["http://h:99999", "http://h:x", "http://h :80", "http://h\n", "http://[::1", "ftp://h"]
 )
-def test_an_endpoint_that_is_no_address_is_an_error(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_an_error(endpoint: str) -> None:
     with pytest.raises(StorageError, match="endpoint"):
         open_store("s3://bucket/run", storage_options={"endpoint_url": endpoint, "key": "k", "secret": "s"})

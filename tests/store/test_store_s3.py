@@ -58,7 +58,7 @@ class TestSloppyServer:
         options = place.storage_options if backend == "obstore" else place.fsspec_options
         return open_store(place.url("run"), storage_options=options)
 
-    def test_create_still_refuses_what_it_sees_and_warns_once(self, store: Store) -> None:
+    def test_without_conditions_create_checks_and_warns_once(self, store: Store) -> None:
         with pytest.warns(UserWarning, match="best effort") as caught:
             store.create("claim", b"mine")
             for key in ("claim", "claim"):
@@ -68,13 +68,13 @@ class TestSloppyServer:
         assert len(caught) == 1
         assert store.get("claim") == store.get("root") == b"mine"
 
-    def test_the_very_first_create_does_not_destroy_what_is_there(self, store: Store) -> None:
+    def test_the_first_create_does_not_replace_an_object(self, store: Store) -> None:
         store.put("root", [b"committed by another"])
         with pytest.raises(ObjectExistsError):
             store.create("root", b"mine")
         assert store.get("root") == b"committed by another"
 
-    def test_replace_still_refuses_what_it_sees_and_leaves_no_probe(self, store: Store) -> None:
+    def test_without_conditions_replace_checks_and_leaves_no_probe(self, store: Store) -> None:
         with pytest.warns(UserWarning, match="best effort") as caught:
             store.create("root", b"1")
             seen = store.get_versioned("root")
@@ -339,7 +339,7 @@ def test_wrong_credentials_are_refused_clearly(backend: str, ceph_bucket: S3Plac
         assert "wrong-secret-123" not in everything_in(caught.value)
 
 
-def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
+def test_an_unreachable_endpoint_fails_soon(backend: str) -> None:
     place = S3Place(f"http://127.0.0.1:{free_port()}", "bucket", secret="secret-of-mine")
     once = {**place.fsspec_options, "config_kwargs": {"retries": {"max_attempts": 0}}}
     options = {**place.storage_options, **QUICK} if backend == "obstore" else once
@@ -380,7 +380,7 @@ def test_a_connection_that_is_closed_before_it_is_used_is_no_answer(s3_stub: S3S
 
 
 @pytest.mark.parametrize("wrong", WRONG_ADDRESSES)
-def test_each_wrong_address_has_a_sentence_of_its_own(
+def test_each_wrong_address_has_its_own_message(
     wrong: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(_obstore_client._FIRST_RETRY, "max_retries", 1)
@@ -431,7 +431,7 @@ WRONG_VALUES += [{"retry_config": {"backoff": {"init_backoff": "1s"}}}]
 
 
 @pytest.mark.parametrize("options", WRONG_VALUES, ids=str)
-def test_a_value_that_is_none_of_an_option_is_named(options: dict[str, Any]) -> None:
+def test_a_wrong_value_of_an_option_is_named(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(StorageError, match=f"option {name}.*expected"):
         zarrckpt.open("s3://b/x", storage_options={"key": "x", "secret": "x", **options})
@@ -566,7 +566,7 @@ def test_a_profile_gives_keys_region_and_endpoint(
         open_store("s3://bucket/run", storage_options={"profile": "nobody"})
 
 
-def test_a_profile_is_asked_again_before_its_credentials_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_read_again_before_its_credentials_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, config = tmp_path / "process", tmp_path / "config"
     process.write_text(
         "#!/bin/sh\necho x >> $0.calls\nends=$(date -u -d '5 minutes' +%Y-%m-%dT%H:%M:%SZ)\n"
@@ -597,7 +597,7 @@ def test_a_profile_without_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             open_store("s3://bucket")
 
 
-def test_no_credentials_at_all_is_said_at_once() -> None:
+def test_missing_credentials_are_named_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"no AWS credentials were found.*AWS_PROFILE.*anon"):
         open_store("s3://bucket/run")
@@ -665,7 +665,7 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
         ({}, "false", HASH, HASH),
     ],
 )
-def test_payloads_are_hashed_for_the_signature_as_the_options_say(
+def test_options_decide_whether_payloads_are_hashed(
     options: dict[str, Any],
     variable: str | None,
     over_tls: str,
@@ -733,7 +733,7 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
         ({"token": "alone", "anon": False}, "a token without them"),
     ],
 )
-def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
         open_store("s3://bucket", storage_options={"anon": "key" not in options, **options})
 
@@ -767,7 +767,7 @@ KEYS = {"key": "k", "secret": "s"}
         ("abfss://c@one.dfs.core.windows.net/x", {"account_name": "two"}, ("one", "two")),
     ],
 )
-def test_two_ways_to_sign_in_are_refused(url: str, options: dict[str, Any], names: tuple[str, str]) -> None:
+def test_two_sources_of_credentials_are_refused(url: str, options: dict[str, Any], names: tuple[str, str]) -> None:
     options = dict(options)
     with pytest.raises(StorageError) as caught:
         open_store(url, storage_options={**options, "credential_provider": options.pop("provider", None)})
@@ -796,7 +796,7 @@ def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
     assert found["Metadata"] == {"origin": "here"}
 
 
-def test_an_s3fs_that_splits_no_reads(moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_s3fs_without_split_reads_works(moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2026.3, s3fs has no option for that."""
     read = s3fs.S3FileSystem._cat_file
 

@@ -47,7 +47,7 @@ SECRET_OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SECRET_OPTIONS, ids=lambda options: next(iter(options)))
-def test_neither_pickle_nor_repr_holds_a_secret(options: dict[str, Any]) -> None:
+def test_neither_pickle_nor_repr_contains_a_secret(options: dict[str, Any]) -> None:
     spec = StoreSpec("s3://bucket/run", storage_options=options)
     for text in (pickle.dumps(spec), repr(spec).encode(), str(spec).encode(), pickle.dumps({"a": [spec]})):
         assert SECRET.encode() not in text
@@ -95,7 +95,7 @@ def filled(item: Any, name: str, secret: str) -> Any:
     st.sampled_from(NAMES.split()),
     st.from_regex(r"[a-zA-Z][a-zA-Z0-9/+=._~-]{9,19}", fullmatch=True),
 )
-def test_nothing_shows_a_secret_wherever_it_is(place: tuple[str, dict[str, Any]], name: str, secret: str) -> None:
+def test_no_output_shows_a_secret(place: tuple[str, dict[str, Any]], name: str, secret: str) -> None:
     url, options = filled(place[0], name, secret), filled(place[1], name, secret)
     spec = StoreSpec(url, storage_options=options)
     texts = [spec.url, str(spec), repr(spec), str(pickle.dumps(spec))]
@@ -110,7 +110,7 @@ def test_nothing_shows_a_secret_wherever_it_is(place: tuple[str, dict[str, Any]]
     assert not [text for text in texts if secret in text or quote(secret, safe="") in text]
 
 
-def test_what_is_no_secret_survives_pickling() -> None:
+def test_options_without_secrets_survive_pickling() -> None:
     options = {
         "endpoint_url": "http://host:9000",
         "client_kwargs": {"region_name": "eu-west-1"},
@@ -173,7 +173,7 @@ def test_a_picklable_provider_goes_along(s3_stub: S3Stub) -> None:
     assert "Credential=test/" in s3_stub.requests[-1].headers["authorization"]
 
 
-def test_a_provider_that_does_not_pickle_is_an_error_of_ours() -> None:
+def test_an_unpicklable_provider_is_a_storage_error() -> None:
     spec = StoreSpec("s3://bucket/run", storage_options={"credential_provider": lambda: {}})
     with pytest.raises(StorageError, match="credential_provider cannot be pickled"):
         pickle.dumps(spec)
@@ -216,7 +216,7 @@ def test_paths_inside_a_ready_store() -> None:
         StoreSpec(memory).at("s3://bucket/run")
 
 
-def test_a_local_zarr_store_takes_the_direct_path(tmp_path: Path) -> None:
+def test_a_local_zarr_store_becomes_a_local_path(tmp_path: Path) -> None:
     spec = StoreSpec(zarr.storage.StorePath(zarr.storage.LocalStore(tmp_path), "run"))
     assert spec.url == str(tmp_path / "run")
     spec.open().create("k", b"x")
@@ -268,7 +268,7 @@ def test_an_fsspec_zarr_store_keeps_its_filesystem(moto_bucket: S3Place) -> None
     assert b"testsecret" not in pickle.dumps(spec)
 
 
-def test_memory_does_not_leave_its_process() -> None:
+def test_memory_stores_cannot_be_pickled() -> None:
     memory = StoreSpec(zarr.storage.StorePath(zarr.storage.MemoryStore(), "run"))
     with pytest.raises(StorageError, match="lives in this process's memory"):
         pickle.dumps(memory)
@@ -401,7 +401,7 @@ def test_other_stores_work_in_a_forked_child(kind: str, request: pytest.FixtureR
     assert store.get("from-child") == b"y"
 
 
-def test_no_more_transfers_are_useful_than_are_asked_for(tmp_path: Path) -> None:
+def test_concurrency_bounds_useful_transfers(tmp_path: Path) -> None:
     for spec in (
         StoreSpec(tmp_path, concurrency=1),
         StoreSpec(FaultyStore(tmp_path), concurrency=1),

@@ -106,7 +106,7 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
         assert transfers.most == concurrency
 
 
-def test_one_thread_hears_what_has_come_however_many_ask() -> None:
+def test_one_thread_receives_all_answers() -> None:
     """In a process that has read nothing yet."""
     script = """
 import sys, threading, torch, zarrckpt
@@ -122,7 +122,7 @@ with served() as server:
     assert done.stdout.split() == ["1"], done.stderr
 
 
-def test_large_objects_go_up_in_several_parts_at_once() -> None:
+def test_parts_of_large_objects_are_uploaded_concurrently() -> None:
     data = os.urandom((4 << 20) + 100)
     with served(latency=0.05) as server:
         for concurrency, expected in ((1, 1), (24, 3), (None, 5)):
@@ -160,7 +160,7 @@ def test_connections_are_used_again() -> None:
         assert server.stats()["most_connections"] <= 24
 
 
-def test_the_number_at_once_belongs_to_a_spec_and_is_pickled_with_it() -> None:
+def test_concurrency_is_pickled_with_its_spec() -> None:
     import pickle
 
     from zarrckpt._store import StoreSpec
@@ -176,7 +176,7 @@ def test_the_number_at_once_belongs_to_a_spec_and_is_pickled_with_it() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1000, 3 << 20])
-def test_few_objects_are_made_at_once_beside_training(nbytes: int) -> None:
+def test_few_objects_are_encoded_at_once_beside_training(nbytes: int) -> None:
     making, most, lock = 0, 0, threading.Lock()
 
     def groups() -> Any:

@@ -53,11 +53,11 @@ from zarrckpt.cli import main
         (Path("simplecache::s3://bucket/run"), "simplecache::s3://bucket/run"),
     ],
 )
-def test_normalizes(typed: str | Path, expected: str) -> None:
+def test_urls_are_normalized(typed: str | Path, expected: str) -> None:
     assert normalize(typed) == expected
 
 
-def test_a_colon_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_colon_is_not_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert normalize("run:1/step") == str(tmp_path / "run:1/step")
     assert normalize("step:/x") == str(tmp_path / "step:/x")
@@ -79,7 +79,7 @@ def test_a_colon_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("file:///tmp", "x", "/tmp/x"),
     ],
 )
-def test_joins(base: str | Path, name: str, expected: str) -> None:
+def test_urls_are_joined(base: str | Path, name: str, expected: str) -> None:
     assert join_url(base, name) == expected
 
 
@@ -114,7 +114,7 @@ def test_parses(typed: str, expected: ParsedUrl) -> None:
         ("s3://b/\udcc3", "lone surrogate"),
     ],
 )
-def test_refuses(typed: str, reason: str) -> None:
+def test_invalid_urls_are_refused(typed: str, reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
         parse(typed)
 
@@ -234,7 +234,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("entry", [*ANYWHERE, *LOCAL])
-def test_every_entry_point_understands_the_same_places(entry: str, home: Path) -> None:
+def test_every_entry_point_accepts_the_same_urls(entry: str, home: Path) -> None:
     """A path with "~", a file url, and either as a Path, mean the file. A url is a url, also as a Path."""
     use, before = (ANYWHERE | LOCAL)[entry], sorted(home.rglob("*"))
     forms: list[Callable[[str], Any]] = [
@@ -270,7 +270,7 @@ RESOLVED += ["memory://a::file://{}", "Reference://{}", "reference:/{}", "aliase
 
 
 @pytest.mark.parametrize("form", RESOLVED)
-def test_a_url_that_is_opened_through_others_is_refused(form: str, tmp_path: Path) -> None:
+def test_chained_urls_are_refused(form: str, tmp_path: Path) -> None:
     """Templates in the file of a reference filesystem can run code."""
     fsspec.register_implementation("aliased", "fsspec.implementations.reference.ReferenceFileSystem", clobber=True)
     evil, ran = tmp_path / "evil.json", tmp_path / "ran"
@@ -286,7 +286,7 @@ def test_a_url_that_is_opened_through_others_is_refused(form: str, tmp_path: Pat
     assert not ran.exists()
 
 
-def test_chains_are_opened_if_they_are_asked_for(tmp_path: Path) -> None:
+def test_chained_urls_are_opened_if_allowed(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(2)}, tmp_path / "one")
     shutil.make_archive(str(tmp_path / "two"), "zip", tmp_path / "one")
     for url in (f"simplecache::file://{tmp_path}/one", f"zip://::file://{tmp_path}/two.zip"):
@@ -307,14 +307,14 @@ def test_two_colons_in_a_url_of_one_protocol_are_part_of_a_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["/tmp/a\0b", "/tmp/\ud800", "s3://b/\ud800", "memory://x\0y", "file:///tmp/a%00b"])
-def test_text_that_names_nothing_is_refused(text: str, tmp_path: Path) -> None:
+def test_texts_that_name_no_url_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         StoreSpec(text)
     with pytest.raises(StorageError):
         StoreSpec(zarr.storage.LocalStore(tmp_path)).at(text.rpartition("/")[2].replace("%00", "\0"))
 
 
-def test_a_path_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_paths_may_contain_undecodable_bytes(tmp_path: Path) -> None:
     path = os.fsdecode(bytes(tmp_path) + b"/\xff")
     open_store(path).put("k", [b"x"])
     assert os.listdir(path) == ["k"]
@@ -323,7 +323,7 @@ def test_a_path_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{5: 1}, "abc", [1], 7, {"client_options": {5: 1}}, {"tags": {5: [1]}, "x": {5: 1}}]
 )
-def test_options_that_are_no_table_of_names(options: Any) -> None:
+def test_options_that_are_not_a_dict_are_refused(options: Any) -> None:
     with pytest.raises(StorageError):
         open_store("s3://bucket", storage_options=options)
 
@@ -347,7 +347,7 @@ def test_credentials_in_a_bucket_url_are_refused_without_being_shown() -> None:
     assert "hunter2secret" not in str(caught.value)
 
 
-def test_a_port_is_no_password() -> None:
+def test_a_port_is_not_a_password() -> None:
     assert StoreSpec("sftp://host:22/run@noon").url == "sftp://host:22/run@noon"
 
 
@@ -364,7 +364,7 @@ def test_an_unknown_protocol_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "memory://x", "/tmp/x"])
-def test_a_backend_that_is_none_is_refused(url: str) -> None:
+def test_an_unknown_backend_is_refused(url: str) -> None:
     for backend in ("boto", "", 7, *(["obstore"] if url != "s3://bucket" else [])):
         with pytest.raises(StorageError, match="fsspec"):
             open_store(url, storage_options={"backend": backend})

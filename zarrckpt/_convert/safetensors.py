@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
-from zarrckpt._jobs import Progress, Tally
+from zarrckpt._jobs import ByteCounter, Progress
 from zarrckpt._read.arrays import batches, read_in_order
 from zarrckpt._read.casts import DTypeOption, cast_elements, plan_casts, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
@@ -109,7 +109,7 @@ def to_safetensors(
         stale = filter(replaces, os.listdir(folder)) if replaces and os.path.isdir(folder) else ()
         refuse_existing(os.path.join(folder, name) for name in (*written, *stale))
     total = sum(tensor.nbytes for tensor in tensors.values())
-    tally, overflowed = Tally(total, progress), Counter[str]()
+    tally, overflowed = ByteCounter(total, progress), Counter[str]()
     with new_files(folder, overwrite=overwrite, replaces=replaces) as new:
         for name, fqns in files.items():
             wanted = {fqn: tensors[fqn] for fqn in fqns}
@@ -170,7 +170,7 @@ def _write(
     names: Mapping[str, str],
     tensors: Mapping[str, _Tensor],
     max_inflight_bytes: int,
-    tally: Tally,
+    tally: ByteCounter,
 ) -> Counter[str]:
     """Write one file. Returns the number of values of each tensor that a cast lost."""
     # Widest elements first, so that each tensor begins at a multiple of its element size.

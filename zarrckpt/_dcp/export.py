@@ -23,7 +23,7 @@ from zarrckpt._dcp.folder import METADATA
 from zarrckpt._errors import StorageError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._jobs import Progress, Tally
+from zarrckpt._jobs import ByteCounter, Progress
 from zarrckpt._ranks.group import wrap_foreign_errors
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
@@ -73,7 +73,7 @@ def to_dcp(
         catalog.refuse_unbacked_size(catalog.root.tensors[fqn])
     _refuse_foreign(target, overwrite)
     # One third each for data that is read, for data in transfer, and for DCP's copies.
-    planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(tensors.nbytes, progress))
+    planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), ByteCounter(tensors.nbytes, progress))
     with _new_folder(target, overwrite) as new, wrap_foreign_errors():
         _save(planner, _Writer(new, target))
     files = tuple(sorted(os.listdir(target)))
@@ -99,7 +99,7 @@ class _Planner(DefaultSavePlanner):
         paths: Mapping[str, StatePath],
         values: Mapping[str, object],
         max_bytes: int,
-        tally: Tally,
+        tally: ByteCounter,
     ) -> None:
         super().__init__()
         self._catalog = catalog

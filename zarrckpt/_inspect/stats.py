@@ -14,7 +14,7 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, unravel
 from zarrckpt._inspect.exact import Exact, NumberArray, root, sum_floats, sum_integers
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, run_jobs
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 
 P = TypeVar("P")
@@ -132,7 +132,7 @@ def by_chunks(
     two tensors of the node's dtype.
     """
     memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
-    tally = Tally(sum(node.nbytes for node in nodes.values()), progress)
+    tally = ByteCounter(sum(node.nbytes for node in nodes.values()), progress)
 
     def job(fqn: str, box: Box) -> tuple[str, P]:
         nbytes = box.size * nodes[fqn].dtype.itemsize

@@ -25,7 +25,7 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, check_limits, run_jobs
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import KEEP, Changes, ChunksOption, changed, parse_changes
 from zarrckpt._ops.rechunk import EncodedChunk, rewrite_chunk, writers_of
 from zarrckpt._read.casts import DTypeOption, warn_of_overflow
@@ -192,7 +192,7 @@ class _Copy:
         """Put all chunks and documents."""
         chunks = [(node, chunk) for node in self._root.arrays() for chunk in node.grid.chunks_of(node.grid.whole)]
         with self._source.explaining_damage():
-            self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
+            self._tally = ByteCounter(sum(self._expected(*item) for item in chunks), self._progress)
             jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
             run_jobs(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
         self._target.sync(self._keys)

@@ -35,7 +35,7 @@ from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, table_node
-from zarrckpt._jobs import BytesBudget, Progress, Tally, run_jobs
+from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import request_ranges
 
@@ -139,7 +139,7 @@ class _Verification:
             expected += chunks
         self.objects = len(expected)
         total = sum(listed.get(item.key, 0) for item in expected)
-        self._tally = Tally(total, self._progress)
+        self._tally = ByteCounter(total, self._progress)
         whole = [item for item in expected if self._is_there(item, listed)]
         if quick:
             self.nbytes = total

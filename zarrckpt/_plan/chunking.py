@@ -19,7 +19,7 @@ SUBCHUNK_ABOVE = 1 << 20
 """Chunks above this many bytes have subchunks, so that a partial read does not fetch the whole chunk."""
 
 SUBCHUNK_BYTES = 2 << 20
-"""Preferred size of a subchunk. ``docs/explanation/subchunks.md`` gives the reasons."""
+"""Preferred size of a subchunk. ``docs/explanation/chunks.md`` gives the reasons."""
 
 USUAL_SUBCHUNK = (1 << 20, 4 << 20)
 """Smallest and largest size of a subchunk in bytes, if the extents allow it, with a little padding if necessary."""

@@ -16,7 +16,7 @@ from zarrckpt._format.chunk_layout import CRC_BYTES, RawArray, crc_bytes, stored
 from zarrckpt._format.crc32c import crc32c
 
 
-class Pending(Protocol):
+class PendingMessage(Protocol):
     """A message in transfer."""
 
     def wait(self) -> Any:
@@ -26,10 +26,10 @@ class Pending(Protocol):
 class Channel(Protocol):
     """Sends messages between ranks, which are given by position. Messages between two ranks keep their order."""
 
-    def send(self, to: int, array: Any) -> Pending:
+    def send(self, to: int, array: Any) -> PendingMessage:
         """Begin to send."""
 
-    def recv(self, source: int, nbytes: int) -> Pending:
+    def recv(self, source: int, nbytes: int) -> PendingMessage:
         """Begin to receive ``nbytes`` bytes."""
 
 

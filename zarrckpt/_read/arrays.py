@@ -15,7 +15,7 @@ from zarrckpt._format.chunk_codec import Target
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
-from zarrckpt._jobs import BytesBudget, Progress, Tally, run_jobs
+from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import Job, box_memory
 
@@ -46,7 +46,7 @@ def fill_boxes(
     One request for the table of checksums, unless it was read before, then the requests for the chunks.
     """
     memory = BytesBudget(max_inflight_bytes)
-    tally = Tally(sum(box.nbytes for box in boxes), progress)
+    tally = ByteCounter(sum(box.nbytes for box in boxes), progress)
 
     def counted(job: Job) -> None:
         tally.add(job()[1])

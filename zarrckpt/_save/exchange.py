@@ -11,7 +11,7 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box
 from zarrckpt._plan.rank_plan import Bundle, ChunkPlan, RankPlan
-from zarrckpt._ranks.messages import Channel, Pending, cut, is_intact, message_bytes, new_message, seal
+from zarrckpt._ranks.messages import Channel, PendingMessage, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._save.items import Items
 
 Received = Mapping[int, RawArray]
@@ -25,8 +25,8 @@ class _BundleTransfer:
     bundle: Bundle
     nbytes: int
     """The bytes of memory that the bundle needs until its chunks are written and its messages are sent."""
-    sends: list[Pending] = field(default_factory=list)
-    receives: dict[int, Pending] = field(default_factory=dict)
+    sends: list[PendingMessage] = field(default_factory=list)
+    receives: dict[int, PendingMessage] = field(default_factory=dict)
     """The messages to receive, by sending rank."""
 
 

@@ -34,7 +34,7 @@ class _Contents(NamedTuple):
     """The keys of optimizers whose parameters have numbers. They were saved on one device or with DDP."""
 
 
-class Sharded:
+class ShardedStrategy:
     """Base class of the strategies: saves and loads on all ranks."""
 
     broadcast: Callable[[Any], Any]

@@ -36,7 +36,7 @@ from zarrckpt.integrations._lightning_io import (  # noqa: E402
     comparable_folder,
     run_metadata,
 )
-from zarrckpt.integrations._lightning_sharded import Sharded  # noqa: E402
+from zarrckpt.integrations._lightning_sharded import ShardedStrategy  # noqa: E402
 
 __all__ = [
     "ZarrCheckpointIO",
@@ -135,7 +135,7 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
 def _require_zarr(strategy: Any, folder: Any) -> None:
     """Raise TypeError if a strategy does not save and load with zarrckpt."""
-    if isinstance(strategy, Sharded):
+    if isinstance(strategy, ShardedStrategy):
         return
     kind = type(strategy).__name__
     if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
@@ -207,7 +207,7 @@ def _refuse_instantiators(checkpoint: Mapping[str, Any], url: str) -> None:
             )
 
 
-class _TrainerSharded(Sharded):
+class _TrainerSharded(ShardedStrategy):
     """Base class of the Trainer's strategies."""
 
     model: Any
@@ -290,7 +290,7 @@ class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
     takes_numbers = False
 
 
-class _FabricSharded(Sharded):
+class _FabricSharded(ShardedStrategy):
     """Base class of Fabric's strategies."""
 
     def save_checkpoint(
