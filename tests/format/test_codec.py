@@ -166,7 +166,7 @@ def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
     return node, Box(starts, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(node_and_box())
 def test_reading_a_box_equals_numpys_slice_and_reads_bytes_once(case: tuple[ArrayNode, Box]) -> None:
     node, box = case

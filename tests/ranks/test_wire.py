@@ -104,7 +104,7 @@ def test_invalid_bytes_are_errors(data: bytes) -> None:
     _refused(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_altered_messages_are_errors_or_messages(data: st.DataObject) -> None:
     encoded = bytearray(wire.encode(data.draw(st.sampled_from(RECORDS))))

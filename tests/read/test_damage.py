@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.s3_server import served
 
 import zarrckpt
-from benchmarks.s3_server import served
 from zarrckpt import CheckpointError, CheckpointNotFoundError
 from zarrckpt._store import Store, open_store
 

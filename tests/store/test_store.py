@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from zarr.core.sync import sync
 
@@ -75,7 +75,7 @@ def make_spec(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> S
     if backend.startswith("zarr-"):
         return StoreSpec(zarr.storage.StorePath(make_zarr_store(backend, tmp_path), path))
     if backend == "obstore-gcs":
-        stub: S3Stub = request.getfixturevalue("s3_stub")
+        stub: S3Server = request.getfixturevalue("s3_stub")
         return StoreSpec(f"gs://bucket/{path}", storage_options={"bearer_token": "t", "endpoint_url": stub.endpoint})
     client, _, server = backend.partition("-")
     place: S3Place = request.getfixturevalue(f"{server}_bucket")
