@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from harness.crashes import undeletable
+from harness.internals import StoreSpec, examine
 from harness.ranks import RankError, all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
@@ -24,8 +25,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import zarrckpt
 from zarrckpt import SaveOptions, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._commit import attempts
-from zarrckpt._ops.recover import examine
-from zarrckpt._store import StoreSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

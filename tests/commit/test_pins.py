@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from harness.interleaving import Agent, Exploration, Faults, Judge
+from harness.internals import Store
 from harness.one_at_a_time import ROOT, Content, Op, Save, Shelf, committed_first, one_thread, running
 from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._store import Store
 from zarrckpt.cli import main
 from zarrckpt.testing import STOP, Call, Fault, FaultyStore, Stopped
 

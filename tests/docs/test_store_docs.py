@@ -16,13 +16,13 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from harness import ROOT
+from harness.internals import open_store
 from harness.store_servers import AUTHORITY, REGION, S3Place, make_certificate
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 import zarrckpt
 from zarrckpt import StorageError
-from zarrckpt._store import open_store
 
 PAGES = [ROOT / "docs" / folder / "stores.md" for folder in ("how-to", "reference")]
 

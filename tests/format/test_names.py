@@ -16,7 +16,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
+from zarrckpt import CorruptCheckpointError, UnsupportedValueError
 from zarrckpt._format.names import check_paths, escape, node_path, unique_paths
 
 LONG = "encoder.layers.0." * 40

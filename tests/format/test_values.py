@@ -32,7 +32,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
-from zarrckpt._errors import (
+from zarrckpt import (
     CheckpointError,
     CorruptCheckpointError,
     UnsafeValueError,

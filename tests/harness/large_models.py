@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._format.grid import Ints
+from harness.internals import AllDescriptions, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
-from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.shards import Cut, Sharding, mesh_boxes
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zarr
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
 from harness.simulated import MemoryStore, Traffic, current_rank, kept, memory_store, simulate
@@ -43,7 +44,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._load import shared_reads as _sharing
 from zarrckpt._plan import chunking, owners
 from zarrckpt._read import chunks as _transfer

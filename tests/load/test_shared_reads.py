@@ -24,6 +24,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.internals import (
+    Catalog,
+    Handle,
+    PeerLost,
+    Pieces,
+    StoredArray,
+    StoreSpec,
+    links,
+    max_stored_subchunk_bytes,
+)
 from harness.ranks import RankError, all_ranks_raise, idle_meshes, run_ranks
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
@@ -35,14 +45,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import zarrckpt
 from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
-from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
 from zarrckpt._load import fill
-from zarrckpt._ranks import links
-from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.pieces import Handle, Pieces
-from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import StoredArray
-from zarrckpt._store import StoreSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from harness.internals import Box, Grid, intersect, is_consecutive, ravel, unravel
 from harness.subchunk_shapes import subchunks_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zarrckpt._format.grid import Box, Grid, intersect, is_consecutive, ravel, unravel
 from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     MAX_CHUNK_BYTES,

@@ -15,15 +15,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from harness import plan_oracle
+from harness.internals import ArrayNode, Box, Grid, Ints, by_name, is_consecutive, max_stored_subchunk_bytes
 from harness.plan_oracle import Owned, PlannedTensor
 from harness.subchunk_shapes import subchunks_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
-from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.dtypes import by_name
-from zarrckpt._format.grid import Box, Grid, Ints, is_consecutive
 from zarrckpt._load.shared_reads import (
     ShareRound,
     Shares,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.internals import Catalog, Pieces, StoreSpec, agree, owners
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
@@ -25,13 +26,8 @@ from torch.distributed.tensor import Replicate, Shard
 import zarrckpt
 from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import chunk_object_bytes
-from zarrckpt._plan import owners
 from zarrckpt._ranks.mesh import _slots
-from zarrckpt._ranks.pieces import Pieces
 from zarrckpt._ranks.rounds import Rounds
-from zarrckpt._read.catalog import Catalog
-from zarrckpt._save import agree
-from zarrckpt._store import StoreSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import ROOT, large_models
+from harness.internals import AllDescriptions, Box, agree, intersect
 from harness.ranks import run_ranks
 from harness.simulated import kept, memory_store, simulate
 from harness.uneven_states import fsdp_tp, full, mesh_of, sharded
@@ -29,14 +30,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import zarrckpt
-from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
-from zarrckpt._save import agree
 
 SMALL = {"small": (512, 3, 128, 1024)}
 """A model of 30 weights, with moments and steps."""

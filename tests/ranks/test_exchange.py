@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.internals import Buffer, CallGroup, Handle, LocalStore, PeerLost, Pieces, channel, links, owners
 from harness.memory_peaks import peak_of, traced_peak_of
 from harness.ranks import context, idle_meshes, run_ranks
 from harness.simulated import MemoryStore, memory_store
@@ -52,16 +53,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrSavePlanner, ZarrStorageWriter
-from zarrckpt._dcp import channel
 from zarrckpt._dcp.channel import ChannelName, pieces_connected
-from zarrckpt._plan import owners
-from zarrckpt._ranks import links
-from zarrckpt._ranks.call_group import CallGroup
-from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.mesh import connect_mesh
-from zarrckpt._ranks.pieces import Handle, Pieces
-from zarrckpt._store import Buffer
-from zarrckpt._store._local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

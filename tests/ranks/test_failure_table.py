@@ -16,14 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness.internals import LocalState, RankSave
 from harness.ranks import all_ranks_raise, context, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt._plan.plan import SavePlan
-from zarrckpt._save.steps import RankSave
-from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
 TIMEOUT = 2.0

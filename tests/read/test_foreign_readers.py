@@ -14,13 +14,13 @@ import tensorstore
 import torch
 import zarr
 from harness import ROOT, plain_readers
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 from harness.s3_server import S3Server
 from harness.store_servers import REGION, S3Place
 from obstore.exceptions import NotSupportedError
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 
 RECIPES = ROOT / "docs" / "how-to" / "read.md"
 NAMES = ["layers.0.weight", "a%b", "a/b", "@home", "__meta", "c", "c.0", "ünï✓", "zarr.json", "x y", "q?*#1"]

@@ -23,6 +23,7 @@ import pytest
 import torch
 import zarr
 from harness.crashes import state
+from harness.internals import LocalStore
 from harness.managed import (
     RUN,
     damage_chunk,
@@ -43,7 +44,6 @@ from zarrckpt import Keep
 from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
 from zarrckpt._store._conditional_puts import _known_support
-from zarrckpt._store._local import LocalStore
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 

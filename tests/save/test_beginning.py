@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.internals import in_thread
 from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._jobs import in_thread
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.internals import links
 from harness.ranks import run_ranks
 from harness.store_servers import S3Place
 from harness.uneven_states import clear, differing, held_of, opens, uneven_state
@@ -42,7 +43,6 @@ from torch.futures import Future
 
 import zarrckpt
 from zarrckpt import LoadOptions, SaveOptions, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._ranks import links
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

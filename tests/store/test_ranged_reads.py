@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from harness.internals import Store, open_store
 from harness.s3_server import LONG, S3Server
 from harness.store_servers import S3Place
 
 from zarrckpt import CorruptCheckpointError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, open_store
 
 DATA = os.urandom(3 << 20)
 ONCE = {"retry_config": {"max_retries": 0}}

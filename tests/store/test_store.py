@@ -15,20 +15,19 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from harness.internals import Catalog, ObjectInfo, Store, StoreSpec
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from zarr.core.sync import sync
 
 import zarrckpt
-from zarrckpt._errors import (
+from zarrckpt import (
     CorruptCheckpointError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
 )
-from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.zarr_view import StrictStore
-from zarrckpt._store import ObjectInfo, Store, StoreSpec
 
 KEYS = [
     "zarr.json",

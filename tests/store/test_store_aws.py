@@ -17,14 +17,12 @@ import pytest
 import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
+from harness.internals import ObstoreStore, Store, open_store
 from harness.s3_server import Request, S3Server, Strike
 
 import zarrckpt
 from zarrckpt import StorageError
 from zarrckpt._store import _aws, _obstore
-from zarrckpt._store._base import Store
-from zarrckpt._store._obstore import ObstoreStore
-from zarrckpt._store._spec import open_store
 
 KEYS = {"AWS_ACCESS_KEY_ID": "of-environment", "AWS_SECRET_ACCESS_KEY": "s"}
 SERVICES = "\nservices = mine"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.internals import Store, open_store
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 
-from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt import StorageError
 
 
 def signer(stub: S3Server) -> str:

@@ -17,7 +17,7 @@ import torch
 from harness.s3_server import S3Server, Strike
 
 import zarrckpt
-from zarrckpt._errors import StorageError
+from zarrckpt import StorageError
 from zarrckpt._store import Store, _conditional_puts, _obstore, _obstore_client, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}

@@ -26,7 +26,7 @@ from harness.store_servers import S3Place, free_port
 from obstore import exceptions as client_errors
 
 import zarrckpt
-from zarrckpt._errors import ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt import ObjectExistsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import Store, _obstore, _obstore_client, _options, open_store
 from zarrckpt._store._url import parse
 

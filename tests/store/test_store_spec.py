@@ -17,14 +17,14 @@ import obstore
 import pytest
 import torch
 import zarr
+from harness.internals import Store, StoreSpec, open_store
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zarrckpt
-from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, StoreSpec, open_store
+from zarrckpt import StorageError
 from zarrckpt._store._secrets import MARKER, redact, secret_values
 from zarrckpt.testing import FaultyStore
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT
+from harness.internals import Store, open_store
 from harness.s3_server import Served, served
 
 import zarrckpt
-from zarrckpt._store import Store, open_store
 from zarrckpt._store._base import BESIDE_TRAINING
 
 

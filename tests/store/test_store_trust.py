@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.internals import Store, open_store
 from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._errors import CorruptCheckpointError, StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt import CorruptCheckpointError, StorageError
 
 CUSTOMER_KEY = base64.b64encode(bytes(range(32))).decode()
 SECRETS: dict[str, dict[str, Any]] = {
