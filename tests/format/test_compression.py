@@ -171,7 +171,7 @@ def as_bytes(array: Any) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(nodes())
 def test_zarr_and_tensorstore_decode_compressed_chunks(node: ArrayNode) -> None:
     elements = elements_of(node)
