@@ -19,6 +19,8 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start dozens of processes. If this is set, each of them compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of reading checkpoints and of the modules below, without those that need servers.
 READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
@@ -29,9 +31,12 @@ READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtyp
 demo: .venv/.demo
 	$(BIN)/python examples/train_fsdp2.py $(ARGS)
 
-# Four workers on two cores: tests with servers and killed ranks mostly wait.
+# Four workers on two cores: tests with servers and killed ranks mostly wait. Threads of torch would wait for each other.
+# Saves wait for the disk at each fsync. So temporary files are in memory, if 8 GB of it are free.
+IN_MEMORY = $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'END {print $$4}')" -ge 8000000 ] 2>/dev/null && echo TMPDIR=/dev/shm)
+
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-readers: .venv-readers/.installed
 	.venv-readers/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph and not hub" $(READERS) $(ARGS)

@@ -8,9 +8,10 @@ import tempfile
 import warnings
 from collections.abc import Callable
 
+from harness.s3_server import served
+
 from benchmarks.measure import Options, fresh
 from benchmarks.results import Figure, Results
-from benchmarks.s3_server import served
 
 BOUNDS = (64 << 20, 512 << 20)
 MIB = 1 << 20

@@ -1,9 +1,9 @@
 """How the planning of a save grows with ranks and tensors: what the coordinator gets, and each rank's own part.
 
-    python benchmarks/plan_scale.py                                     "2214" (see MODELS) on 8 to 10,240 ranks
-    python benchmarks/plan_scale.py --models 70B 405B --ranks 10240     other models and worlds
-    python benchmarks/plan_scale.py --layouts hsdp-tp pipeline          see LAYOUTS; the default is FSDP x TP
-    python benchmarks/plan_scale.py --quick                             no processes for the ranks' own parts
+    python -m benchmarks.plan_scale                                     "2214" (see MODELS) on 8 to 10,240 ranks
+    python -m benchmarks.plan_scale --models 70B 405B --ranks 10240     other models and worlds
+    python -m benchmarks.plan_scale --layouts hsdp-tp pipeline          see LAYOUTS; the default is FSDP x TP
+    python -m benchmarks.plan_scale --quick                             no processes for the ranks' own parts
 
 No rank is started: descriptions are made here, as ranks make theirs, and messages are encoded as rounds send them. A
 rank's own part (all that it does between two rounds: the whole plan, its digest, what is compared, its own piece of it)
@@ -20,7 +20,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from multiprocessing import get_context
@@ -28,162 +27,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from harness.large_models import HOST, LAYOUTS, MODELS, Case
 
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.grid import Ints
-from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._format.wire import decode, encode
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_ranges, plan_shares
 from zarrckpt._plan.all_descriptions import AllDescriptions
-from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
+from zarrckpt._plan.description import Description
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.holders import GlobalState, gather_boxes, gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
-from zarrckpt._plan.shards import Cut, Sharding, mesh_boxes
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._save import agree
 from zarrckpt._save.plan_report import report_of
-
-MODELS = {
-    "1B": (2048, 16, 512, 8192),
-    "8B": (4096, 32, 1024, 14336),
-    "2214": (4096, 61, 1024, 14336),
-    "70B": (8192, 80, 1024, 28672),
-    "405B": (16384, 126, 1024, 53248),
-}
-"""Width, layers, width of keys and values, width of the feed-forward part: those of Llama 3. "2214" is 8B with more
-layers, so that it has 2,214 entries."""
-
-VOCABULARY, TENSOR_PARALLEL, STAGES, REPLICAS, HOST = 128256, 8, 8, 10, 8
-LAYOUTS = ("fsdp", "fsdp-tp", "hsdp-tp", "pipeline", "per-rank", "irregular")
-"""FSDP over all ranks; with tensor parallelism over each 8 ranks; that with replicas; that in 8 pipeline stages; that
-with a PerRank of each rank's own tensors and a value; FSDP as ShardedTensors, one description a rank."""
-
-VALUES = ("epoch", "step", "lr", "betas", "eps", "weight_decay")
-"""Beside the tensors, on every rank."""
-
-
-class Weight(NamedTuple):
-    """A weight: its name, its shape, and the dimension that tensor parallelism cuts (None: none)."""
-
-    name: str
-    shape: Ints
-    cut: int | None
-
-
-def weights(model: str, stage: int = 0, stages: int = 1) -> list[Weight]:
-    """Those of a model that a pipeline stage has, cut as Llama's plan of tensor parallelism in torchtitan does it."""
-    width, layers, keys, ffn = MODELS[model]
-    parts: list[tuple[str, Ints, int | None]]
-    found = [Weight("embed", (VOCABULARY, width), 0)] if stage == 0 else []
-    for layer in range(layers * stage // stages, layers * (stage + 1) // stages):
-        parts = [("q", (width, width), 0), ("k", (keys, width), 0), ("v", (keys, width), 0), ("o", (width, width), 1)]
-        parts += [("gate", (ffn, width), 0), ("up", (ffn, width), 0), ("down", (width, ffn), 1)]
-        parts += [("attention_norm", (width,), None), ("ffn_norm", (width,), None)]
-        found += [Weight(f"layers.{layer}.{name}", shape, cut) for name, shape, cut in parts]
-    if stage == stages - 1:
-        found.append(Weight("norm", (width,), None))
-        if model != "1B":  # there the embedding is the output's weight, too
-            found.append(Weight("output", (VOCABULARY, width), 0))
-    return found
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model on many ranks."""
-
-    model: str
-    layout: str
-    ranks: int
-
-    @property
-    def stages(self) -> int:
-        """Each on as many ranks, one after the other."""
-        return min(STAGES, self.ranks // 8) if self.layout == "pipeline" else 1
-
-    @property
-    def mesh(self) -> Ints:
-        """Of one stage: replicas, shards, tensor parallelism."""
-        ranks = self.ranks // self.stages
-        parallel = TENSOR_PARALLEL if ranks >= 64 and self.layout not in ("fsdp", "irregular") else 1
-        replicas = min(REPLICAS, ranks // parallel // 2) if self.layout == "hsdp-tp" else 1
-        while ranks % (parallel * replicas):
-            replicas -= 1
-        return replicas, ranks // parallel // replicas, parallel
-
-    def descriptions(self) -> AllDescriptions:
-        """The descriptions that all ranks give."""
-        given = np.repeat(np.arange(self.stages), self.ranks // self.stages)
-        found = [self._description(stage) for stage in range(self.stages)]
-        if self.layout == "irregular":
-            given, found = np.arange(self.ranks), _one_for_each_rank(found[0])
-        return AllDescriptions(found, given, range(self.ranks))
-
-    def _description(self, stage: int) -> Description:
-        """Of weights and moments in float32, which FSDP2 cuts within tensor parallelism; and of plain steps."""
-        replicas, shards, parallel = self.mesh
-        kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
-        sharded = [Weight(f"{kind}.{name}", shape, cut) for kind in kinds for name, shape, cut in self._own(stage)]
-        shardings: dict[tuple[Cut | None, ...], int] = {}
-        entries = []
-        for name, shape, cut in sharded:
-            # As FSDP2 over tensor parallelism does it: rows that are cut already are cut again within each part.
-            inner = None if cut is None else Cut(cut)
-            cuts = (None, Cut(0, parallel if cut == 0 else 1), inner)
-            number = shardings.setdefault(cuts, len(shardings))
-            entries.append(DescribedEntry(_path(name), "tensor", shape, "torch.float32", number))
-        entries += [
-            DescribedEntry(_path(f"optim.step.{w.name}"), "tensor", (), "torch.float32") for w in self._own(stage)
-        ]
-        entries += [DescribedEntry(_path(name), "value") for name in VALUES]
-        if self.layout == "per-rank":
-            entries += _OF_EACH_RANK
-        size = self.ranks // self.stages
-        members = tuple(range(stage * size, (stage + 1) * size))
-        found = [Sharding(members, (replicas, shards, parallel), cuts) for cuts in shardings]
-        return Description(tuple(entries), tuple(found))
-
-    def _own(self, stage: int) -> list[Weight]:
-        return weights(self.model, stage, self.stages)
-
-
-def _path(name: str) -> StatePath:
-    return StatePath.of(name.split("."))
-
-
-def _own_path(name: str) -> StatePath:
-    return StatePath(("loader", RANKS, name), ("dict",) * 3, (), 1)
-
-
-_OF_EACH_RANK = [
-    DescribedEntry(_own_path("generator"), "tensor", (5056,), "torch.uint8"),
-    DescribedEntry(_own_path("cuda_generator"), "tensor", (16,), "torch.uint8"),
-    DescribedEntry(_own_path("order"), "tensor", (1000,), "torch.int64"),
-    DescribedEntry(_own_path("position"), "opaque"),
-]
-
-
-def _one_for_each_rank(gathered: Description) -> list[Description]:
-    """The same, as ranks say it that have no mesh: each its own boxes."""
-    boxes = {
-        (entry.shape, entry.sharding): mesh_boxes(entry.shape, *gathered.shardings[entry.sharding][1:])
-        for entry in gathered.entries
-        if entry.sharding != REPLICATED
-    }
-    found = []
-    for rank in range(len(gathered.shardings[0].ranks)):
-        own = {key: of_all[rank] for key, of_all in boxes.items()}
-        rows = (
-            entry
-            if entry.sharding == REPLICATED
-            else entry._replace(sharding=REPLICATED, boxes=own[entry.shape, entry.sharding])
-            for entry in gathered.entries
-        )
-        found.append(Description(tuple(rows)))
-    return found
-
 
 # -- a rank's own part
 

@@ -1,7 +1,7 @@
 """Objects, bytes between ranks and balance of a save, planned for large models on many ranks, without saving.
 
-    python benchmarks/plan_sizes.py                   1B, 8B and 70B with Adam on 8, 64 and 512 ranks, FSDP
-    python benchmarks/plan_sizes.py --layout hsdp-tp  other layouts: see plan_scale.py
+    python -m benchmarks.plan_sizes                   1B, 8B and 70B with Adam on 8, 64 and 512 ranks, FSDP
+    python -m benchmarks.plan_sizes --layout hsdp-tp  other layouts: see ``LAYOUTS`` in tests/harness/large_models.py
 
 Prints a row for each model and number of ranks, with and without merging of small pieces.
 """
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import time
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
+from harness.large_models import LAYOUTS, MODELS, Case
 
-from benchmarks.plan_scale import LAYOUTS, MODELS, Case
 from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import PlanOptions, Sizes, plan_save
 from zarrckpt._save.plan_report import report_of

@@ -10,9 +10,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from harness.s3_server import served
+
 from benchmarks.measure import Options, alternate, fresh, ranks, ratio, warm
 from benchmarks.results import Figure, Results
-from benchmarks.s3_server import served
 
 GROUP = "runs"
 RANKS = 4

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness.s3_server import Served, served
+
 from benchmarks import limits
 from benchmarks.measure import Options, Took, alternate, busy_thread, fresh, took, trust, warm
 from benchmarks.results import Figure, Results, Speed, faster
-from benchmarks.s3_server import Served, served
 
 LIMIT = "raw sockets"
 BUCKET = "bench"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from harness.s3_server import Served, served
+
 from benchmarks.measure import Options, fresh, seconds
 from benchmarks.results import Figure, Results
 from benchmarks.s3 import DISTANT
-from benchmarks.s3_server import Served, served
 
 GROUP = "1% of the keys from S3, 25 ms away"
 KEYS, WIDTH = 1000, 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from harness import store_servers
 from harness.ranks import stop_ranks
-from harness.s3_stub import Faults, S3Stub
+from harness.s3_server import Faults, S3Server
 from harness.store_servers import S3Place, shared_server
 
 if TYPE_CHECKING:
@@ -71,9 +70,9 @@ def ceph_bucket(ceph_endpoint: str) -> S3Place:
 
 
 @pytest.fixture
-def s3_stub() -> Iterator[S3Stub]:
+def s3_stub() -> Iterator[S3Server]:
     """A small S3 server in this process whose faults the test chooses (``s3_stub.faults``)."""
-    with S3Stub() as stub:
+    with S3Server() as stub:
         yield stub
 
 
@@ -94,27 +93,23 @@ def hub_bucket(hub_gateway: HubGateway) -> S3Place:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that no machine trusts, with its key."""
+    """The authority of a certificate for 127.0.0.1, beside that and its key. No machine trusts it."""
     folder = tmp_path_factory.mktemp("tls")
-    certificate, private = store_servers.make_certificate()
-    (folder / "cert.pem").write_text(certificate)
-    (folder / "key.pem").write_text(private)
-    return folder / "cert.pem"
+    store_servers.make_certificate(folder)
+    return folder / store_servers.AUTHORITY
 
 
 @pytest.fixture
-def tls_stub(certificate: Path) -> Iterator[S3Stub]:
+def tls_stub(certificate: Path) -> Iterator[S3Server]:
     """The same as ``s3_stub``, over TLS."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
-    with S3Stub(tls=context) as stub:
+    with S3Server(tls=store_servers.server_context(certificate.parent)) as stub:
         yield stub
 
 
 @pytest.fixture(scope="session")
 def sloppy_endpoint() -> Iterator[str]:
     """The url of an S3 server that accepts conditional puts and ignores the condition."""
-    with S3Stub(Faults(ignore_conditions=True)) as stub:
+    with S3Server(Faults(ignore_conditions=True)) as stub:
         yield stub.endpoint
 
 

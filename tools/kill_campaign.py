@@ -44,10 +44,10 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("",
 
 import torch
 import torch.distributed as dist
+from harness.s3_server import served
 from harness.uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneven_values, uneven_wholes
 
 import zarrckpt
-from benchmarks.s3_server import served
 from zarrckpt._commit import attempts
 from zarrckpt._save import steps
 from zarrckpt._save.exchange import Exchange

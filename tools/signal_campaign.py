@@ -32,9 +32,9 @@ from typing import Any
 sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("", "tests", "tools"))
 
 from harness import ROOT
+from harness.s3_server import served
 
 import zarrckpt
-from benchmarks.s3_server import served
 
 ROWS, COLUMNS = 62, 17
 KEEP = zarrckpt.Keep(newest=2, best=1, metric="loss", every_steps=500)

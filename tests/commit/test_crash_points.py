@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from harness.crashes import SAVING, Disk, Event, Place, crashed, held, in_memory, needed, next_save_is_whole, state
 from harness.one_at_a_time import one_thread, running
+from harness.s3_server import Served, served
 
 import zarrckpt
-from benchmarks.s3_server import Served, served
 from zarrckpt._store import _local, _local_commit
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, STOP_AFTER, Call, Fault, FaultyStore, Stopped, at, never
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from harness.crashes import undeletable
+from harness.internals import StoreSpec, examine
 from harness.ranks import RankError, all_ranks_raise, run_ranks
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,8 +25,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import zarrckpt
 from zarrckpt import SaveOptions, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._commit import attempts
-from zarrckpt._ops.recover import examine
-from zarrckpt._store import Store, StoreSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -111,6 +110,8 @@ def test_an_open_replaced_checkpoint_reads_whole_until_it_is_deleted(tmp_path: P
     with pytest.warns(UserWarning, match="could not be removed"):
         zarrckpt.save(_state(2), undeletable(url), overwrite=True)
     assert (old["w"][:] == 1).all() and old["blob"] == b"1" and old.writers("w").size and _holds(url, 2)
+    zarrckpt.save(_state(3), url, overwrite=True)
+    assert _holds(url, 3) and _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -162,165 +163,6 @@ def test_a_reader_of_a_replaced_checkpoint_gets_an_error(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="could not be removed"):
         dcp.load(again, storage_reader=ZarrStorageReader(url), planner=OverwritingPlanner(undeletable(url)))
     assert again["w"].eq(2).all() and again["blob"] == b"2"
-
-
-# -- the order of operations, and death between any two of them
-
-
-class DeadError(Exception):
-    """The process is dead: it makes no further call."""
-
-
-class WatchedStore(Store):
-    """Records the operations on a store, and dies at a chosen one, before or after it takes effect."""
-
-    def __init__(self, store: Store, log: list[tuple[str, tuple[str, ...]]], dies_at: int | None, after: bool) -> None:
-        self._store, self._log, self._dies_at, self._after = store, log, dies_at, after
-        self.url = store.url
-
-    def _do(self, verb: str, keys: tuple[str, ...], work: Callable[[], Any]) -> Any:
-        number = len(self._log)
-        if self._dies_at is not None and number > self._dies_at:
-            raise DeadError
-        self._log.append((verb, keys))
-        if number == self._dies_at and not self._after:
-            raise DeadError
-        answer = work()
-        if number == self._dies_at:
-            raise DeadError
-        return answer
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def get_versioned(self, key: str) -> Any:
-        return self._store.get_versioned(key)
-
-    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        self._store.read_into(key, byte_offset, buffer)
-
-    def put(self, key: str, buffers: Sequence[Any]) -> None:
-        self._do("put", (key,), lambda: self._store.put(key, buffers))
-
-    def create(self, key: str, data: bytes) -> None:
-        self._do("create", (key,), lambda: self._store.create(key, data))
-
-    def replace(self, key: str, data: bytes, version: Any) -> None:
-        self._do("replace", (key,), lambda: self._store.replace(key, data, version))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        # One by one, to die in between.
-        for key in sorted(keys):
-            self._do("delete", (key,), lambda key=key: self._store.delete([key]))
-
-    def list(self, prefix: str = "") -> Iterator[Any]:
-        return self._store.list(prefix)
-
-    def list_dir(self, prefix: str = "") -> Any:
-        return self._store.list_dir(prefix)
-
-    def sync(self, keys: Iterable[str]) -> None:
-        keys = tuple(keys)
-        self._do("sync", keys, lambda: self._store.sync(keys))
-
-
-def _watched_save(
-    monkeypatch: pytest.MonkeyPatch,
-    url: Path,
-    value: float,
-    dies_at: int | None = None,
-    after: bool = False,
-    overwrite: bool = False,
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Save through a :class:`WatchedStore`, one operation after the other. Return the operations."""
-    log: list[tuple[str, tuple[str, ...]]] = []
-    unwatched = StoreSpec.open
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreSpec, "open", lambda spec: WatchedStore(unwatched(spec), log, dies_at, after))
-        if dies_at is None:
-            zarrckpt.save(_state(value), url, overwrite=overwrite, options=SaveOptions(concurrency=1))
-        else:
-            with pytest.raises(zarrckpt.CheckpointError, match="DeadError"):
-                zarrckpt.save(_state(value), url, overwrite=overwrite, options=SaveOptions(concurrency=1))
-    return log
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_root_document_is_written_last(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = tmp_path / "one"
-    if overwrite:
-        zarrckpt.save(_state(1), url)
-    log = _watched_save(monkeypatch, url, 2, overwrite=overwrite)
-    verbs = [verb for verb, _ in log]
-    root = log.index(("replace" if overwrite else "create", ("zarr.json",)))
-    assert set(verbs[root + 1 :]) == ({"delete"} if overwrite else set())
-    assert "delete" not in verbs[:root]
-    if not overwrite:
-        assert log[0] == ("create", ("@zarrckpt/zarr.json",))
-    save_id = zarrckpt.open(url).save_id
-    marker = f"@zarrckpt/{save_id}/zarr.json"
-    assert ("put", (marker,)) in log[:2]
-    # All objects of the checkpoint are durable before that.
-    synced = {key for verb, keys in log[:root] if verb == "sync" for key in keys}
-    tree = zarrckpt.open(url).info.tree
-    written = {keys[0] for verb, keys in log[:root] if verb == "put"} - {marker, f"{tree}/zarr.json"}
-    assert written <= synced and len(written) > 10
-
-
-def test_death_at_any_moment_leaves_the_old_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = len(_watched_save(monkeypatch, tmp_path / "count", 1))
-    for step in range(steps):
-        for after in (False, True):
-            url = tmp_path / f"{step}{after}"
-            log = _watched_save(monkeypatch, url, 1, step, after)
-            if after and log[step] == ("create", ("zarr.json",)):
-                assert step == steps - 1 and _holds(url, 1)
-                continue
-            with pytest.raises(zarrckpt.CheckpointNotFoundError, match="never committed" if step or after else None):
-                zarrckpt.open(url)
-            zarrckpt.save(_state(2), url)
-            assert _holds(url, 2) and zarrckpt.open(url).info.tree.startswith("@") == (step > 0 or after)
-            left = _folders(url) - {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
-            assert left == (set() if step or after else {"w", "deep", "blob"})
-
-
-def test_death_at_any_moment_of_overwriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fresh(name: str) -> Path:
-        zarrckpt.save(_state(1), tmp_path / name)
-        return tmp_path / name
-
-    steps = len(_watched_save(monkeypatch, fresh("count"), 2, overwrite=True))
-    replaced = 0
-    for step in range(steps):
-        url = fresh(str(step))
-        old = zarrckpt.open(url)
-        log = _watched_save(monkeypatch, url, 2, step, True, overwrite=True)
-        new = ("replace", ("zarr.json",)) in log
-        replaced += new
-        assert _holds(url, 2 if new else 1), step
-        if not new:
-            assert (old["w"][:] == 1).all() and old["blob"] == b"1"
-        zarrckpt.save(_state(3), url, overwrite=True)
-        assert _holds(url, 3)
-        assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}, step
-    # Some of the steps were those of the clean-up.
-    assert 5 < replaced < steps - 10
-
-
-def test_a_clean_up_that_fails_does_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = tmp_path / "one"
-    zarrckpt.save(_state(1), url)
-
-    def refuse(self: WatchedStore, keys: Iterable[str]) -> None:
-        raise zarrckpt.StorageError("no permission to delete")
-
-    monkeypatch.setattr(WatchedStore, "delete", refuse)
-    with pytest.warns(UserWarning, match=r"is saved, but .* no permission to delete"):
-        _watched_save(monkeypatch, url, 2, overwrite=True)
-    assert _holds(url, 2) and "w" in _folders(url)
-    zarrckpt.save(_state(3), url, overwrite=True)
-    assert _holds(url, 3)
-    assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
 
 
 # -- death of real processes
@@ -413,7 +255,7 @@ def _race(url: str, overwrite: bool) -> str:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Path) -> None:
-    for turn in range(8):
+    for turn in range(4):
         url = tmp_path / str(turn)
         if overwrite:
             zarrckpt.save(_state(7), url)
@@ -468,7 +310,7 @@ def test_objects_for_empty_folders_are_ignored(backend: str, moto_bucket: S3Plac
         zarrckpt.save(_state(5), url, overwrite=True, **options)
 
 
-def test_a_listed_folder_that_holds_nothing_is_not_in_the_way(s3_stub: S3Stub) -> None:
+def test_a_listed_folder_that_holds_nothing_is_not_in_the_way(s3_stub: S3Server) -> None:
     s3_stub.faults.keep_folders = True
     place = s3_stub.bucket()
     url, options = place.url("run/step-1"), {"storage_options": place.storage_options}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from harness.interleaving import Agent, Exploration, Faults, Judge
+from harness.internals import Store
 from harness.one_at_a_time import ROOT, Content, Op, Save, Shelf, committed_first, one_thread, running
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._store import Store
 from zarrckpt.cli import main
 from zarrckpt.testing import STOP, Call, Fault, FaultyStore, Stopped
 
@@ -55,7 +55,7 @@ def test_a_pinned_checkpoint_is_neither_removed_nor_replaced(tmp_path: Path) -> 
     assert zarrckpt.remove(tmp_path / "a") > 0 and not (tmp_path / "a").exists()
 
 
-def test_in_an_object_store(s3_stub: S3Stub) -> None:
+def test_in_an_object_store(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     url, options = place.url("run"), place.storage_options
     zarrckpt.save(STATE, url, storage_options=options)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from harness.crashes import SAVING, Place, held, needed, state
 from harness.ranks import run_ranks
+from harness.s3_server import Served, served
 from harness.store_servers import S3Place
 
 import zarrckpt
-from benchmarks.s3_server import Served, served
 
 Outcome = tuple[str, int]
 """The id of the save, "" if it lost, and the value that it saved."""
@@ -85,7 +85,7 @@ WAYS = ["fresh", "fresh, both under way", "over a committed one"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_races_on_local_files(way: str, tmp_path: Path) -> None:
-    places = [Place(str(tmp_path / f"{number}")) for number in range(40)]
+    places = [Place(str(tmp_path / f"{number}")) for number in range(30)]
     if way == WAYS[2]:
         for place in places:
             place.save(1)
@@ -101,7 +101,7 @@ def s3_server() -> Iterator[Served]:
 @pytest.mark.parametrize("way", WAYS)
 def test_races_on_s3(way: str, s3_server: Served, tmp_path: Path) -> None:
     options = s3_server.storage_options
-    places = [Place(f"s3://races/{uuid.uuid4().hex}", storage_options=options) for _ in range(27)]
+    places = [Place(f"s3://races/{uuid.uuid4().hex}", storage_options=options) for _ in range(20)]
     if way == WAYS[2]:
         for place in places:
             place.save(1)

@@ -14,11 +14,10 @@ import torch
 from click.testing import CliRunner
 from harness.crashes import all_files
 from harness.interleaving import Agent, Exploration, Faults, nothing_quiet
+from harness.internals import Store, examine
 from harness.one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read, running
 
 import zarrckpt
-from zarrckpt._ops.recover import examine
-from zarrckpt._store import Store
 from zarrckpt.cli import main
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 

@@ -19,6 +19,7 @@ import torch
 import zarr
 from click.testing import CliRunner
 from harness import GOLDEN
+from harness.internals import DTYPES
 from harness.memory_peaks import peak_of
 from harness.random_tensors import random_tensor
 from harness.store_servers import S3Place
@@ -27,7 +28,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 from zarrckpt.cli import main
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -16,21 +16,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.models import CachingStager, make_run, same, snapshot
 from harness.ranks import run_ranks
-from harness.store_servers import S3Place
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
-    _async_process_executor,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys, load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -261,55 +258,6 @@ def test_each_api_reads_checkpoints_of_the_other(tmp_path: Path) -> None:
     run_ranks(_cross, str(tmp_path))
 
 
-def _dcp_on_s3(url: str) -> None:
-    dcp.save({"w": _sharded((9, 4), 2.0), "step": 3}, checkpoint_id=url, storage_writer=ZarrStorageWriter())
-    target = {"w": _sharded((9, 4), -1, dim=1), "step": 0}
-    dcp.load(target, checkpoint_id=url, storage_reader=ZarrStorageReader())
-    assert torch.equal(target["w"].full_tensor(), _whole((9, 4), 2.0)) and target["step"] == 3
-
-
-def test_dcp_on_s3(moto_bucket: S3Place) -> None:
-    run_ranks(_dcp_on_s3, moto_bucket.url("run/step-3"), env=moto_bucket.environment)
-
-
-def test_a_part_of_a_checkpoint_without_a_model(tmp_path: Path) -> None:
-    url = tmp_path / "one"
-    run = make_run("plain")
-    run.train(2)
-    state = _run_state(run)
-    zarrckpt.save(state, url)
-    model = _load_state_dict_from_keys("model", storage_reader=ZarrStorageReader(url))
-    assert model.keys() == {"model"} and same(snapshot(model), snapshot({"model": state["model"]})) == []
-    # DCP rebuilds by path components. Those of parameter names have dots.
-    optim = _load_state_dict_from_keys("optim.state", storage_reader=ZarrStorageReader(url))
-    expected = {"optim": {"state": state["optim"]["state"]}}
-    assert same(snapshot(optim), snapshot(expected)) == []
-    everything = _load_state_dict_from_keys(storage_reader=ZarrStorageReader(url))
-    assert same(snapshot(everything), snapshot(state)) == []
-
-
-def _sharded_optimizer(url: str) -> None:
-    run = make_run("fsdp1")
-    run.train(2)
-    model, optim = get_model_state_dict(run.model), get_optimizer_state_dict(run.model, run.optim)
-    dcp.save({"model": model, "optim": optim}, storage_writer=ZarrStorageWriter(url))
-    loaded = load_sharded_optimizer_state_dict(model, "optim", ZarrStorageReader(url))["optim"]
-    assert loaded["state"].keys() == optim["state"].keys()
-    for name, slots in optim["state"].items():
-        for slot, value in slots.items():
-            other = loaded["state"][name][slot]
-            if not hasattr(value, "local_shards"):
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (name, slot)
-                continue
-            for one, two in zip(value.local_shards(), other.local_shards(), strict=True):
-                assert torch.equal(one.tensor, two.tensor), (name, slot)
-    assert loaded["param_groups"] == optim["param_groups"]
-
-
-def test_load_sharded_optimizer_state_dict(tmp_path: Path) -> None:
-    run_ranks(_sharded_optimizer, str(tmp_path / "one"))
-
-
 # -- third-party planners
 
 
@@ -383,44 +331,6 @@ def test_a_planner_that_resolves_to_another_dtype_is_refused(dtype: torch.dtype,
 
 
 # -- errors
-
-
-class FailingOn(DefaultSavePlanner):
-    """Raises while one rank's data is written."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._fails = dist.get_rank() == rank
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if self._fails:
-            raise MemoryError("no room for this shard")
-        return super().resolve_data(write_item)
-
-
-def _fail_then_save(url: str) -> None:
-    state = {"w": _sharded((8, 2), 3.0), "step": 3}
-    try:
-        dcp.save(state, storage_writer=ZarrStorageWriter(url), planner=FailingOn(2))
-        raise AssertionError("the failing planner saved")
-    except CheckpointException as err:
-        assert list(err.failures) == [2] and isinstance(err.failures[2][0], MemoryError)
-        assert "no room" in str(err.failures[2][0])
-    dist.barrier()
-    try:
-        zarrckpt.open(url)
-        raise AssertionError("a failed save opens")
-    except zarrckpt.CheckpointNotFoundError as err:
-        assert "never committed" in str(err)
-    dist.barrier()
-    dcp.save(state, storage_writer=ZarrStorageWriter(url))
-    target = {"w": torch.zeros(8, 2), "step": 0}
-    dcp.load(target, storage_reader=ZarrStorageReader(url))
-    assert torch.equal(target["w"], _whole((8, 2), 3.0)) and target["step"] == 3
-
-
-def test_one_rank_that_fails_to_write_fails_the_save(tmp_path: Path) -> None:
-    run_ranks(_fail_then_save, str(tmp_path / "one"))
 
 
 def _errors_of(url: str, call: str) -> dict[int, tuple[str, str]]:
@@ -533,21 +443,6 @@ def test_cached_plans_notice_changes(tmp_path: Path) -> None:
     run_ranks(_cached_changes, str(tmp_path))
 
 
-def _cached_dtypes(folder: str) -> None:
-    """DCP ignores changed dtypes in cached plans. The writer makes DCP plan again."""
-    _no_cached_plans()
-    for dtype in (torch.float32, torch.int32, torch.bfloat16):
-        state = {"w": _sharded((8, 3)).to(dtype), "b": torch.zeros(4)}
-        _cached_save(state, f"{folder}/{dtype}")
-        target = {"w": torch.zeros(8, 3, dtype=dtype), "b": torch.ones(4)}
-        zarrckpt.load(target, f"{folder}/{dtype}")
-        assert torch.equal(target["w"], _whole((8, 3)).to(dtype)) and target["b"].eq(0).all()
-
-
-def test_cached_plans_of_another_dtype_are_made_anew(tmp_path: Path) -> None:
-    run_ranks(_cached_dtypes, str(tmp_path))
-
-
 def _cached_failures(folder: str) -> None:
     """A save that fails leaves no cached plan that would spoil the next."""
     _no_cached_plans()
@@ -589,7 +484,7 @@ def _wait(answer: Any) -> Any:
     return (answer if isinstance(answer, Future) else answer.upload_completion).result(timeout=60)
 
 
-def _async_saves(folder: str, kind: AsyncCheckpointerType) -> list[str]:
+def _async_saves(folder: str) -> list[str]:
     """Continue the training while DCP saves in the background. The checkpoint has the state at the call."""
     stagers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
@@ -606,7 +501,7 @@ def _async_saves(folder: str, kind: AsyncCheckpointerType) -> list[str]:
             expected = {"w": state["w"].full_tensor(), "b": state["b"].clone(), "step": turn, "text": "x"}
             url = f"{folder}/{name}-{turn}"
             writer = ZarrStorageWriter(url)
-            answer = dcp.async_save(state, storage_writer=writer, async_stager=stager, async_checkpointer_type=kind)
+            answer = dcp.async_save(state, storage_writer=writer, async_stager=stager)
             if not isinstance(answer, Future):
                 answer.staging_completion.result(timeout=60)
             state["w"].to_local().fill_(-7)
@@ -616,22 +511,14 @@ def _async_saves(folder: str, kind: AsyncCheckpointerType) -> list[str]:
             state["w"] = _sharded((10, 3), 5.0)
         if isinstance(stager, DefaultStager):
             stager.close()
-    answer = dcp.async_save(state, storage_writer=ZarrStorageWriter(urls[0]), async_checkpointer_type=kind)
+    answer = dcp.async_save(state, storage_writer=ZarrStorageWriter(urls[0]))
     with pytest.raises(CheckpointException, match="Checkpoint already exists"):
         _wait(answer)
-    _async_process_executor._CHECKPOINT_PROCESS = None  # ends the daemon
     return urls
 
 
-def test_async_save_by_thread(tmp_path: Path) -> None:
-    for urls in run_ranks(_async_saves, str(tmp_path), AsyncCheckpointerType.THREAD):
-        assert len(urls) == 6
-
-
-def test_async_save_by_process(tmp_path: Path) -> None:
-    """DCP starts a daemon per rank, and sends it the pickled writer."""
-    kind, env = AsyncCheckpointerType.PROCESS, {"MASTER_ADDR": "127.0.0.1"}
-    for urls in run_ranks(_async_saves, str(tmp_path), kind, world_size=2, env=env):
+def test_async_save(tmp_path: Path) -> None:
+    for urls in run_ranks(_async_saves, str(tmp_path)):
         assert len(urls) == 6
 
 

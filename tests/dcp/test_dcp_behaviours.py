@@ -289,11 +289,6 @@ def test_uneven_layouts_load_into_each_other(disk: Place) -> None:
     disk.run(_convert, UNEVEN, UNEVEN_PAIRS)
 
 
-def test_layouts_on_s3(moto_bucket: S3Place) -> None:
-    place = Place(moto_bucket.url("run"), moto_bucket.environment)
-    place.run(_convert, UNEVEN, {"hsdp1": ("fsdp1",), "fsdp2_tp": ("hsdp2",)})
-
-
 ONE_DIM = ([Shard(0)], [Replicate()])
 TWO_DIMS = ([Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(0)])
 
@@ -435,10 +430,6 @@ def test_sharded_optimizer_state(disk: Place) -> None:
     disk.run(_sharded_optimizer, (None, DefaultLoadPlanner, ZarrLoadPlanner))
 
 
-def test_sharded_optimizer_state_on_s3(moto_bucket: S3Place) -> None:
-    Place(moto_bucket.url("run"), moto_bucket.environment).run(_sharded_optimizer)
-
-
 # -- fully_shard
 
 
@@ -507,10 +498,6 @@ def _fully_shard(url: str, dims: tuple[int, ...], hybrid_dims: tuple[int, ...]) 
 
 def test_fully_shard_state_dicts(disk: Place) -> None:
     disk.run(_fully_shard, (2, 3, 4, 5), (3, 4, 16))
-
-
-def test_fully_shard_state_dicts_on_s3(moto_bucket: S3Place) -> None:
-    Place(moto_bucket.url("run"), moto_bucket.environment).run(_fully_shard, (3,), ())
 
 
 def _offloaded(url: str) -> None:
@@ -649,11 +636,6 @@ def test_pipelines_and_experts_load_into_each_other(disk: Place) -> None:
         "plain": ("stages_dp",),
     }
     disk.run(_families, pairs)
-
-
-def test_pipelines_and_experts_on_s3(moto_bucket: S3Place) -> None:
-    place = Place(moto_bucket.url("run"), moto_bucket.environment)
-    place.run(_families, {"stages_dp": ("fsdp",), "experts": ("stages",)})
 
 
 def _stacked_experts(url: str) -> None:

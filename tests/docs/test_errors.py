@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from harness import ROOT
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 
 import zarrckpt
 from zarrckpt import _errors
@@ -51,7 +51,7 @@ CONTROLS = "\x1b[2J\x07\x9b\u202e\u2066\u2028\x00"
 """Sequences that terminals obey: erase, ring, change the direction of text, break lines."""
 
 
-def test_no_message_commands_a_terminal(tmp_path: Path, s3_stub: S3Stub, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_message_commands_a_terminal(tmp_path: Path, s3_stub: S3Server, caplog: pytest.LogCaptureFixture) -> None:
     """No escape sequence in texts from servers and folders, nor in notes, causes, warnings, log lines and output."""
     shown, evil = [], CONTROLS[:-1]
     error = zarrckpt.StorageError(f"one\n{CONTROLS}")

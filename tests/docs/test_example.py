@@ -88,7 +88,8 @@ def test_a_finished_run_resumes_on_fewer_processes(tmp_path: Path) -> None:
 def test_a_failing_worker_is_shown(tmp_path: Path) -> None:
     """The output has the error of the failed rank, and names the file with the whole error."""
     folder = tmp_path / "demo"
-    done = run_example(*SMALL, *SHORT, *FEWER, "--lr", "-1", "--dir", str(folder))
+    one = ["--processes", "1", "--resume-on", "1"]
+    done = run_example(*SMALL, *SHORT, *one, "--lr", "-1", "--dir", str(folder))
     assert done.returncode == 1
     assert "ValueError: Invalid learning rate: -1.0" in done.stdout
     assert str(folder / "logs" / "uninterrupted") in done.stdout

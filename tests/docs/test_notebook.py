@@ -16,7 +16,7 @@ RUNNER = ROOT / "tests" / "harness" / "run_notebook.py"
 
 def test_every_cell_runs() -> None:
     command = [sys.executable, str(RUNNER), NOTEBOOK.name]
-    environment = {**os.environ, "MPLBACKEND": "agg"}
+    environment = {**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=NOTEBOOK.parent, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "<zarrckpt.Checkpoint 's3://bucket/run/step-120'" in done.stdout

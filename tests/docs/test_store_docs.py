@@ -13,14 +13,16 @@ import boto3
 import moto.settings
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from harness import ROOT
-from harness.store_servers import REGION, S3Place, make_certificate
+from harness.internals import open_store
+from harness.store_servers import AUTHORITY, REGION, S3Place, make_certificate
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 import zarrckpt
 from zarrckpt import StorageError
-from zarrckpt._store import open_store
 
 PAGES = [ROOT / "docs" / folder / "stores.md" for folder in ("how-to", "reference")]
 
@@ -56,17 +58,18 @@ def test_the_pages_have_examples() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files that the page names -> files that replace them here."""
     folder = tmp_path_factory.mktemp("files")
-    certificate, private = make_certificate()
-    (folder / "ca.pem").write_text(certificate)
+    make_certificate(folder)
+    key = rsa.generate_private_key(65537, 2048)
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     account = {
-        "private_key": private,
+        "private_key": key.private_bytes(serialization.Encoding.PEM, *plain).decode(),
         "private_key_id": "1",
         "client_email": "x@example.com",
         "gcs_base_url": "http://x",
     }
     (folder / "account.json").write_text(json.dumps({"type": "service_account", **account}))
     return {
-        "/etc/ssl/our-ca.pem": str(folder / "ca.pem"),
+        "/etc/ssl/our-ca.pem": str(folder / AUTHORITY),
         "/secrets/service-account.json": str(folder / "account.json"),
     }
 

@@ -19,23 +19,18 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from harness.internals import DTYPES, ArrayNode, Box, BytesBudget, Grid, Store, by_name, dumps, run_jobs
 from harness.subchunk_shapes import subchunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
+from zarrckpt import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, encode_chunk
 from zarrckpt._format.chunk_layout import CRC_BYTES, chunk_object_bytes, raw_dtype, subchunk_bytes
 from zarrckpt._format.crc32c import crc32c
-from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.dtypes import DTYPES, by_name
-from zarrckpt._format.grid import Box, Grid
-from zarrckpt._format.json_values import dumps
-from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._read.chunks import StoredArray, neighbours, request_ranges
-from zarrckpt._store import Store
 
 Ints = tuple[int, ...]
 
@@ -166,7 +161,7 @@ def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
     return node, Box(starts, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(node_and_box())
 def test_reading_a_box_equals_numpys_slice_and_reads_bytes_once(case: tuple[ArrayNode, Box]) -> None:
     node, box = case

@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import zarr
+from harness.internals import DTYPES, DType, by_name, by_torch_name
 from packaging.version import Version
 from zarr.codecs import BytesCodec
 from zarr.dtype import data_type_registry
 
-from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._format.dtypes import DTYPES, DType, by_name, by_torch_name
+from zarrckpt import UnsupportedValueError
 from zarrckpt._read import zarr_dtypes
 
 # One element of each fill value, little-endian. The NaN bits are those of Zarr's specification and the pages of

@@ -17,12 +17,12 @@ import pytest
 import torch
 from harness import ROOT
 from harness.independent_reader import ITEMSIZE, PORTABLE, Reader
+from harness.internals import DTYPES, by_name, by_torch_name
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
 
 import zarrckpt
-from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._format.dtypes import DTYPES, by_name, by_torch_name
+from zarrckpt import UnsupportedValueError
 
 PAGE = ROOT / "docs" / "reference" / "format.md"
 

@@ -32,7 +32,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
-from zarrckpt._errors import (
+from zarrckpt import (
     CheckpointError,
     CorruptCheckpointError,
     UnsafeValueError,
@@ -138,7 +138,7 @@ ITEMS = st.one_of(
 
 
 @given(JSONABLE)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_json_round_trip(value: Any) -> None:
     document = encode_json(value)
     assert document is not NOT_JSON
@@ -346,7 +346,7 @@ JSON_DOCUMENTS = st.recursive(
 
 
 @given(JSON_DOCUMENTS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_hostile_json_values(document: Any) -> None:
     try:
         value = decode_json(document)
@@ -360,7 +360,7 @@ def test_hostile_json_values(document: Any) -> None:
 
 
 @given(st.recursive(ITEMS, containers, max_leaves=15))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_blob_round_trip(value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a pickle would warn
@@ -665,7 +665,7 @@ SAFE = st.sampled_from(["raw", "npy", "tree", "torch"])
 
 
 @given(st.sampled_from(VALID), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_altered_blobs_raise_only_our_errors(blob: Blob, data: st.DataObject) -> None:
     payload = bytearray(blob.payload)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -679,7 +679,7 @@ def test_altered_blobs_raise_only_our_errors(blob: Blob, data: st.DataObject) ->
 
 @given(SAFE, st.sampled_from([None, "ndarray", "scalar", "bytes"]), st.binary(max_size=200))
 @example("torch", None, b"PK\x03\x04")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_raise_only_our_errors(encoding: str, kind: str | None, payload: bytes) -> None:
     decode_or_refuse(encoding, kind, payload)
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import zarrckpt
+from harness.internals import Store, open_store
 from harness.one_at_a_time import Shelf, running
-from zarrckpt._store import Store, open_store
 from zarrckpt.testing import FAIL, FaultyStore, Rule, Stopped
 
 SAVING = zarrckpt.SaveOptions(max_chunk_bytes=48, concurrency=1)

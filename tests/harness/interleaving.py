@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from harness.internals import Store
 from harness.one_at_a_time import (
     ROOT,
     AskedStore,
@@ -39,7 +40,6 @@ from harness.one_at_a_time import (
     running,
     whole_save,
 )
-from zarrckpt._store import Store
 
 # -- every interleaving
 

@@ -13,7 +13,7 @@ import torch
 
 import zarrckpt
 from harness.crashes import SAVING, Place, held, state
-from zarrckpt._store import Store, StoreSpec
+from harness.internals import Store, StoreSpec
 from zarrckpt.testing import STOP, STOP_AFTER, Call, Fault, FaultyStore
 
 RUN = "@run/zarr.json"

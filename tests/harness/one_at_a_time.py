@@ -21,17 +21,13 @@ import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.steps
-from zarrckpt import _jobs
+from harness.internals import Buffer, Listing, LocalState, ObjectInfo, RankSave, Store, Versioned
+from zarrckpt import ObjectNotFoundError, StorageError, _jobs
 from zarrckpt._commit import attempts, marker
 from zarrckpt._commit.stored_documents import parse_root_document
-from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._format import sealed
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.steps import RankSave
-from zarrckpt._state.local_state import LocalState
-from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
-from zarrckpt._store._base import Listing
 from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
 
 T = TypeVar("T")

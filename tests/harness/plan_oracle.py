@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zarrckpt._format.grid import Box, Grid, Ints, intersect
+from harness.internals import Box, Grid, Ints, intersect
 from zarrckpt._plan.geometry import BoxOnRanks, RankNumbers
 
 

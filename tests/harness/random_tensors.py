@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from zarrckpt._format.dtypes import DTYPES
+from harness.internals import DTYPES
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

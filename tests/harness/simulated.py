@@ -34,15 +34,11 @@ import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
+from harness.internals import Listing, ObjectInfo, Ranks, Store, StoreSpec, Versioned, agree, in_thread
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
 from zarrckpt._format import wire
-from zarrckpt._jobs import in_thread
 from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, raise_together, select_causes
-from zarrckpt._ranks.group import Ranks
-from zarrckpt._save import agree
-from zarrckpt._store import ObjectInfo, Store, StoreSpec, Versioned
-from zarrckpt._store._base import Listing
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 - moto, a mock of AWS, as a separate process: reached over HTTP as AWS would be.
 - Ceph's gateway, a real S3 server: one monitor, one store in memory, one gateway (``ceph`` group).
-- S3Stub, a small S3 server in this process with faults to choose (``s3_stub.py``).
+- S3Server, a small S3 server with faults to choose, in this process or in a separate one (``s3_server.py``).
 
 ``tests/conftest.py`` makes fixtures of these. Any test module may use them.
 """
@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -304,20 +305,33 @@ def remove_ceph(folder: Path) -> None:
 
 # -- TLS
 
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 
-def make_certificate() -> tuple[str, str]:
-    """Return an untrusted certificate for 127.0.0.1, and its private key, both as PEM."""
+
+def make_certificate(folder: Path) -> None:
+    """Write a certificate for 127.0.0.1, its key, and the certificate of its authority, which no machine trusts."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = rsa.generate_private_key(65537, 2048)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "zarrckpt test")])
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("tests", "127.0.0.1")]
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
-    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    builder = x509.CertificateBuilder().issuer_name(names[0]).not_valid_before(now - day).not_valid_after(now + day)
+    own = builder.subject_name(names[0]).public_key(authority.public_key()).serial_number(1)
+    own = own.add_extension(x509.BasicConstraints(True, None), True)
+    server = builder.subject_name(names[1]).public_key(key.public_key()).serial_number(2)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    server = server.add_extension(address, False).add_extension(x509.BasicConstraints(False, None), True)
     pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return certificate.public_bytes(pem).decode(), private.decode()
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / AUTHORITY).write_bytes(own.sign(authority, hashes.SHA256()).public_bytes(pem))
+    (folder / CERTIFICATE).write_bytes(server.sign(authority, hashes.SHA256()).public_bytes(pem))
+    (folder / KEY).write_bytes(key.private_bytes(pem, *plain))
+
+
+def server_context(folder: Path) -> ssl.SSLContext:
+    """Return the TLS context of a server with the certificate in a folder."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    return context

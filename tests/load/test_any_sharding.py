@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zarr
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
 from harness.simulated import MemoryStore, Traffic, current_rank, kept, memory_store, simulate
@@ -43,7 +44,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._load import shared_reads as _sharing
 from zarrckpt._plan import chunking, owners
 from zarrckpt._read import chunks as _transfer
@@ -457,7 +457,7 @@ def exhaustive(max_examples: int) -> Callable[[T], T]:
     return settings(deadline=None, derandomize=True, max_examples=max_examples, suppress_health_check=list(HealthCheck))
 
 
-@exhaustive(100)
+@exhaustive(60)
 @given(cases())
 def test_every_sharding_loads_into_every_other(case: Case) -> None:
     full, traffic = case.full(), Traffic()
@@ -501,7 +501,7 @@ def aligned_cases(draw: st.DrawFn) -> Case:
     )
 
 
-@exhaustive(25)
+@exhaustive(15)
 @given(aligned_cases())
 def test_pieces_that_fit_a_grid_stay_where_they_are(case: Case) -> None:
     """One object per piece, and no byte between ranks."""
@@ -515,7 +515,7 @@ def test_pieces_that_fit_a_grid_stay_where_they_are(case: Case) -> None:
             assert sum(key.startswith(f"model/{name}/c") for key in store.objects) == len(starts)
 
 
-@exhaustive(25)
+@exhaustive(15)
 @given(cases())
 def test_every_sharding_loads_with_dcps_planners(case: Case) -> None:
     """DCP's own planners do not handle strides, and pass no notes to the writer."""
@@ -561,7 +561,7 @@ def replicated_cases(draw: st.DrawFn) -> Case:
     return Case(world, 1, entries, options, zarrckpt.LoadOptions(), False, True, draw(st.integers(0, 999)))
 
 
-@exhaustive(25)
+@exhaustive(15)
 @given(replicated_cases())
 def test_replicas_are_divided_among_their_ranks(case: Case) -> None:
     """No rank writes more than its fair share and one chunk."""
@@ -675,7 +675,7 @@ def faults(draw: st.DrawFn, world: int, most_calls: int, *methods: str) -> tuple
     return Fault(place, draw(st.integers(0, world - 1))), draw(st.integers(0, world - 1))
 
 
-@exhaustive(30)
+@exhaustive(20)
 @given(cases(), st.data())
 def test_only_the_failing_rank_is_named(case: Case, data: st.DataObject) -> None:
     """For any step and any coordinator: no save is committed, and the next save and load work."""
@@ -706,7 +706,7 @@ def with_settled_dtypes(case: Case) -> Case:
     return dataclasses.replace(case, entries=entries)
 
 
-@exhaustive(25)
+@exhaustive(15)
 @given(st.data())
 def test_cached_plans_save_every_sharding(data: st.DataObject) -> None:
     """Saves of two states in turn, some of which fail, while every rank caches its plans."""

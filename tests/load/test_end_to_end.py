@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,9 @@ WAYS = {
 # -- every kind of model, every way
 
 
-def _interrupt(kind: str, place: str) -> list[float]:
-    """Save in every way, continue, and let a fresh training continue from each. Return the losses."""
-    # torch's own set_optimizer_state_dict gives ranks of FSDP1 over TP each other's state.
-    ways = WAYS if kind != "fsdp1_tp" else {"zarrckpt": WAYS["zarrckpt"]}
+def _interrupt(kind: str, place: str, names: Sequence[str] = ("zarrckpt", "dcp")) -> list[float]:
+    """Save in these ways, continue, and let a fresh training continue from each. Return the losses."""
+    ways = {name: WAYS[name] for name in names}
     losses = make(kind).train(4)
     training = make(kind)
     training.train(2)
@@ -100,16 +99,14 @@ def _interrupt(kind: str, place: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_training_goes_on_with_the_same_losses(kind: str, tmp_path: Path) -> None:
-    for losses in run_ranks(_interrupt, kind, str(tmp_path)):
+    # torch's own set_optimizer_state_dict gives ranks of FSDP1 over TP each other's state.
+    names = ("zarrckpt",) if kind == "fsdp1_tp" else ("zarrckpt", "dcp")
+    for losses in run_ranks(_interrupt, kind, str(tmp_path), names):
         assert losses == pytest.approx(make("plain").train(4), rel=1e-9)
 
 
-def test_a_training_goes_on_from_s3(moto_bucket: S3Place) -> None:
-    run_ranks(_interrupt, "hsdp", moto_bucket.url("run"), env=moto_bucket.environment)
-
-
 def _interrupt_compiled(kind: str, place: str) -> list[float]:
-    """Do the same for a compiled model. Its state dict shows no sign of that."""
+    """Do the same in every way for a compiled model. Its state dict shows no sign of that."""
     with compiler() as backend:
         training = make(kind, backend=backend)
         training.train(2)
@@ -124,9 +121,9 @@ def _interrupt_compiled(kind: str, place: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp1", "fsdp2_tp"])
-def test_a_compiled_training_goes_on(kind: str, tmp_path: Path) -> None:
-    for losses in run_ranks(_interrupt_compiled, kind, str(tmp_path)):
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("fsdp1", 4), ("fsdp2_tp", 4)])
+def test_a_compiled_training_goes_on(kind: str, ranks: int, tmp_path: Path) -> None:
+    for losses in run_ranks(_interrupt_compiled, kind, str(tmp_path), world_size=ranks):
         assert losses == pytest.approx(make("plain").train(4), rel=1e-9)
     for way in WAYS:
         assert not [name for name in zarrckpt.open(tmp_path / way) if "_orig_mod" in name]
@@ -198,7 +195,7 @@ def test_dcps_async_saves_by_process(moto_bucket: S3Place) -> None:
     """The daemons find the S3 endpoint and the keys in the environment."""
     places = {"fsdp1_hsdp": moto_bucket.url("run")}
     env = {"MASTER_ADDR": "127.0.0.1", **moto_bucket.environment}
-    run_ranks(_async_saves, places, AsyncCheckpointerType.PROCESS, env=env)
+    run_ranks(_async_saves, places, AsyncCheckpointerType.PROCESS, env=env, world_size=2)
 
 
 # -- background saves and process groups

@@ -18,7 +18,6 @@ from harness.crashes import undeletable
 from harness.layouts import Place, family, gathered, net
 from harness.models import same, snapshot
 from harness.ranks import all_ranks_raise, run_ranks
-from harness.store_servers import S3Place
 from torch import nn
 from torch.ao.quantization import (
     FakeQuantize,
@@ -43,11 +42,6 @@ from zarrckpt import PerRank
 @pytest.fixture
 def disk(tmp_path: Path) -> Place:
     return Place(str(tmp_path / "run"))
-
-
-@pytest.fixture
-def s3(moto_bucket: S3Place) -> Place:
-    return Place(moto_bucket.url("run"), moto_bucket.environment)
 
 
 # -- one tensor into every kind of target
@@ -153,11 +147,10 @@ def _save_kinds(url: str, shapes: list[tuple[int, ...]]) -> list[str]:
     return [*kinds]
 
 
-def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str], wanted: list[str] | None = None) -> int:
+def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str]) -> int:
     """Load all saved tensors into each kind of target, in place. Return the number of pairs of kinds."""
     kinds = _kinds()
-    chosen = [kind for kind in kinds if wanted is None or kind in wanted]
-    for kind in chosen:
+    for kind in kinds:
         expected = [_held(kinds[kind](_source(shape))) for shape in shapes]
         state = {name: [kinds[kind](torch.full(shape, -1.0)) for shape in shapes] for name in saved}
         places = {name: [[t.data_ptr() for t in _held(target)] for target in state[name]] for name in saved}
@@ -171,7 +164,7 @@ def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str], wante
     zarrckpt.load(values, url)
     for name in saved:
         assert all(torch.equal(t, _source(shape)) for t, shape in zip(values[name], shapes, strict=True)), name
-    return len(saved) * len(chosen)
+    return len(saved) * len(kinds)
 
 
 def test_every_kind_of_tensor_loads_into_every_other(disk: Place) -> None:
@@ -181,12 +174,6 @@ def test_every_kind_of_tensor_loads_into_every_other(disk: Place) -> None:
     assert disk.run(_load_kinds, SHAPES, saved, world_size=3) == [14 * 10] * 3
     assert disk.run(_load_kinds, SHAPES, saved, world_size=2) == [14 * 9] * 2
     assert _load_kinds(disk.url, SHAPES, saved) == 14 * 3
-
-
-def test_kinds_of_targets_on_s3(s3: Place) -> None:
-    saved = s3.run(_save_kinds, SHAPES[:1])[0]
-    wanted = ["view", "columns", "uneven sharded", "strided"]
-    assert s3.run(_load_kinds, SHAPES[:1], saved, wanted) == [14 * 4] * 4
 
 
 # -- modules on the meta device, offloaded ones
@@ -528,10 +515,6 @@ def test_stages_and_experts_load_into_each_other(disk: Place) -> None:
         "plain": ("stages",),
     }
     disk.run(_families, pairs)
-
-
-def test_stages_and_experts_on_s3(s3: Place) -> None:
-    s3.run(_families, {"stages_dp": ("experts",)})
 
 
 def _load_stages(url: str, keys: str | None) -> tuple[str, ...]:

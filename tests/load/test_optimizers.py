@@ -236,17 +236,18 @@ SHARDED_OPTIMIZERS = sorted(OPTIMIZERS.keys() - {"Adafactor", "Rprop", "SparseAd
 
 
 def _optimizers_of_shards(folder: str) -> None:
-    for name, kind in itertools.product(SHARDED_OPTIMIZERS, ("fsdp2", "plain")):
+    for name in SHARDED_OPTIMIZERS:
         model, _ = make("fsdp2", 0)
         optim = OPTIMIZERS[name](model.parameters())
         train(model, optim, range(3))
-        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{name}, {kind}")
+        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{name}")
         saved, expected = moments(optim), train(model, optim, range(3, 6))
-        model, _ = make(kind, 1)
-        optim = OPTIMIZERS[name](model.parameters())
-        zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{name}, {kind}")
-        assert moments(optim) == saved, (name, kind)
-        assert train(model, optim, range(3, 6)) == pytest.approx(expected, rel=1e-9), (name, kind)
+        for kind in ("fsdp2", "plain"):
+            model, _ = make(kind, 1)
+            optim = OPTIMIZERS[name](model.parameters())
+            zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{name}")
+            assert moments(optim) == saved, (name, kind)
+            assert train(model, optim, range(3, 6)) == pytest.approx(expected, rel=1e-9), (name, kind)
 
 
 def test_torchs_optimizers_resume_over_shards(tmp_path: Path) -> None:
@@ -396,7 +397,7 @@ LBFGS_CHANGES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trainings())
 @example(LBFGS_CHANGES)
 def test_any_training_resumes(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:

@@ -24,8 +24,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.internals import (
+    Catalog,
+    Handle,
+    PeerLost,
+    Pieces,
+    StoredArray,
+    StoreSpec,
+    links,
+    max_stored_subchunk_bytes,
+)
 from harness.ranks import RankError, all_ranks_raise, idle_meshes, run_ranks
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from harness.uneven_states import distributed, fsdp_tp, full, held_of
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -35,14 +45,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import zarrckpt
 from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
-from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
 from zarrckpt._load import fill
-from zarrckpt._ranks import links
-from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.pieces import Handle, Pieces
-from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import StoredArray
-from zarrckpt._store import StoreSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -201,7 +204,7 @@ def test_bytes_fetched_do_not_depend_on_the_number_of_replicas(tmp_path: Path) -
         assert max(shared for shared, _ in fetched) <= once / ranks + (1 << 18)
 
 
-def ranges_of_chunks(stub: S3Stub) -> dict[str, list[tuple[int, int]]]:
+def ranges_of_chunks(stub: S3Server) -> dict[str, list[tuple[int, int]]]:
     """Return the byte ranges that were requested of each chunk of a tensor: half-open, sorted."""
     found: dict[str, list[tuple[int, int]]] = {}
     for request in stub.requests:
@@ -213,7 +216,7 @@ def ranges_of_chunks(stub: S3Stub) -> dict[str, list[tuple[int, int]]]:
     return {key: sorted(ranges) for key, ranges in found.items()}
 
 
-def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = s3_stub.bucket()
     url, env = place.url("run"), place.environment
     run_ranks(_save, url, "fsdp", 5, env=env)

@@ -15,15 +15,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from harness import plan_oracle
+from harness.internals import ArrayNode, Box, Grid, Ints, by_name, is_consecutive, max_stored_subchunk_bytes
 from harness.plan_oracle import Owned, PlannedTensor
 from harness.subchunk_shapes import subchunks_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
-from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.dtypes import by_name
-from zarrckpt._format.grid import Box, Grid, Ints, is_consecutive
 from zarrckpt._load.shared_reads import (
     ShareRound,
     Shares,
@@ -141,7 +138,7 @@ def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
     assert choose_grid((100, 100), [], 1, max_chunk_bytes=1000).chunk_shape == (10, 100)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(tiled(6000, dims=2), sizes, st.integers(20, 25))
 def test_merged_chunks_are_padded_little_and_have_subchunks(
     case: tuple[Ints, list[Box]], itemsize: int, fill_bits: int
@@ -415,7 +412,7 @@ def test_the_largest_chunks_are_assigned_first() -> None:
     assert sorted(loads.values()) == [24, 24, 24, 24]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(planned_tensors(), st.integers(1, 1500), st.integers(1, 4))
 def test_columns_hold_what_one_chunk_after_the_other_gives(
     case: tuple[list[PlannedTensor], int], bundle_bytes: int, layers: int

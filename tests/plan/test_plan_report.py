@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT
+from harness.internals import Catalog, Pieces, StoreSpec, agree, owners
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from harness.uneven_states import distributed, full, sharded, uneven_state
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -29,20 +26,13 @@ from torch.distributed.tensor import Replicate, Shard
 import zarrckpt
 from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import chunk_object_bytes
-from zarrckpt._plan import owners
 from zarrckpt._ranks.mesh import _slots
-from zarrckpt._ranks.pieces import Pieces
 from zarrckpt._ranks.rounds import Rounds
-from zarrckpt._read.catalog import Catalog
-from zarrckpt._save import agree
-from zarrckpt._store import StoreSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-BENCHMARK = ROOT / "benchmarks" / "plan_sizes.py"
 
 
 def plain() -> dict[str, Any]:
@@ -156,7 +146,7 @@ STATES_OF_ONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("state", STATES_OF_ONE.values(), ids=STATES_OF_ONE)
-def test_puts_are_those_that_a_server_gets(s3_stub: S3Stub, state: dict[str, Any]) -> None:
+def test_puts_are_those_that_a_server_gets(s3_stub: S3Server, state: dict[str, Any]) -> None:
     place = s3_stub.bucket()
     # The first create and the first replace of a process test the server's conditional puts.
     zarrckpt.save({"step": 1}, place.url("first"), storage_options=place.storage_options)
@@ -367,21 +357,3 @@ def test_errors_reach_all_ranks(what: str, error: type[Exception], tmp_path: Pat
     name = "'s'" if what == "sparse" else "'w'"
     assert name in all_ranks_raise(error, _unsavable, None, what)
     all_ranks_raise(error, _unsavable, str(tmp_path / "run"), what)
-
-
-# -- the benchmark
-
-
-def test_the_benchmark_counts_objects_of_a_large_model() -> None:
-    command = [sys.executable, str(BENCHMARK), "--models", "1B", "--ranks", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
-    header, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()]
-    assert header[:4] == ["model", "ranks", "merging", "objects"] and [row[:3] for row in rows] == [
-        ["1B", "8", "no"],
-        ["1B", "8", "default"],
-    ]
-    objects = [int(row[3].replace(",", "")) for row in rows]
-    # 146 weights and their moments, in 8 pieces each at least.
-    assert objects[0] >= 3 * 146 * 8 > objects[1]
-    assert rows[0][4] == "0.0 %" and 0 < float(rows[1][4].removesuffix(" %")) < 10
-    assert all(float(row[5]) < 1.01 for row in rows)

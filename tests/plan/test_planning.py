@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import pickle
 import random
@@ -22,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import ROOT, large_models
+from harness.internals import AllDescriptions, Box, agree, intersect
 from harness.ranks import run_ranks
 from harness.simulated import kept, memory_store, simulate
 from harness.uneven_states import fsdp_tp, full, mesh_of, sharded
@@ -29,16 +30,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import zarrckpt
-from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
-from zarrckpt._save import agree
-
-plan_scale: Any = importlib.import_module("benchmarks.plan_scale")
 
 SMALL = {"small": (512, 3, 128, 1024)}
 """A model of 30 weights, with moments and steps."""
@@ -46,8 +42,8 @@ SMALL = {"small": (512, 3, 128, 1024)}
 
 def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
     """Return the plan of a small model's save, as each rank computes it."""
-    with patch.dict(plan_scale.MODELS, SMALL):
-        gathered = plan_scale.Case("small", layout, ranks).descriptions()
+    with patch.dict(large_models.MODELS, SMALL):
+        gathered = large_models.Case("small", layout, ranks).descriptions()
     return plan_save(gather_state(gathered), PlanOptions(sizes=Sizes(min_piece=least)))
 
 
@@ -121,25 +117,26 @@ def test_parts_of_the_plan_fit_together(layout: str, ranks: int, least: int | No
     assert moved == plan.chunk_owners.moved_bytes() and (least is None or moved < 0.005 * sum(sizes.values()))
     assert set(written.values()) == {1}
     assert Counter(fqn for fqn, _ in written) == {fqn: grid.num_chunks for fqn, grid in grids.items()}
-    assert len(grids) == 4 * 30 and set(values) == {*plan_scale.VALUES} and set(values.values()) == {1}
+    assert len(grids) == 4 * 30 and set(values) == {*large_models.VALUES} and set(values.values()) == {1}
     assert set(documents.values()) == {1} and len(documents) > 120
 
 
 def test_every_process_computes_the_same_plan(tmp_path: Path) -> None:
     """No result depends on the order of a set, or on a hash."""
     program = (
-        "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); "
+        "import sys; sys.path.append('tests'); from harness.large_models import Case; "
+        "from zarrckpt._plan.holders import gather_state; from zarrckpt._plan.plan import *; "
+        "case = Case('8B', 'hsdp-tp', 64); "
         "plan = plan_save(gather_state(case.descriptions()), PlanOptions()); "
         "print([*map(bytes.hex, [d.digest for d in case.descriptions().descriptions])], plan.digest.hex())"
     )
-    root = Path(plan_scale.__file__).parents[1]
     found = {
         subprocess.run(
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,
             check=True,
-            cwd=root,
+            cwd=ROOT,
             timeout=100,
             env={"PYTHONHASHSEED": seed},
         ).stdout
@@ -151,8 +148,8 @@ def test_every_process_computes_the_same_plan(tmp_path: Path) -> None:
 def test_messages_and_documents_grow_only_with_tensors() -> None:
     sizes = []
     for ranks in (8, 1024):
-        with patch.dict(plan_scale.MODELS, SMALL):
-            gathered: AllDescriptions = plan_scale.Case("small", "fsdp-tp", ranks).descriptions()
+        with patch.dict(large_models.MODELS, SMALL):
+            gathered: AllDescriptions = large_models.Case("small", "fsdp-tp", ranks).descriptions()
         layout = plan_save(gather_state(gathered), PlanOptions()).layout
         document = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size).to_bytes()
         sizes.append((len(gathered.descriptions[0].packed), len(document)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.internals import agree
 from harness.models import make_run
 from harness.ranks import idle_meshes, run_ranks
 from torch import nn
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zarrckpt
-from zarrckpt._save import agree
 
 
 def _traces() -> dict[str, Any]:

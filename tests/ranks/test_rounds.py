@@ -26,14 +26,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.internals import CallGroup, Ranks
 from harness.ranks import context, run_ranks
 
-from zarrckpt import CheckpointError
-from zarrckpt._errors import KeyMismatchError, StorageError
+from zarrckpt import CheckpointError, KeyMismatchError, StorageError
 from zarrckpt._ranks import call_group, joining, links, mesh
-from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
-from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 
 c10d: Any = dist  # its stubs lack the stores
@@ -722,7 +720,7 @@ def test_a_rank_killed_while_sending_pieces_is_named() -> None:
 SCRIPT = """
 import sys, threading, time
 import torch.distributed as dist
-from zarrckpt._ranks.group import Ranks
+from harness.internals import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 def calls():

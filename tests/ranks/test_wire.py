@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.internals import ArrayNode, Box, Grid, by_name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +20,6 @@ import zarrckpt._save.steps  # noqa: F401 - it registers SaveReport
 from zarrckpt import CheckpointError, SaveReport
 from zarrckpt._format import wire
 from zarrckpt._format.compression import Blosc, Zstd
-from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.dtypes import by_name
-from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.state_path import DICT, LIST, StatePath
 from zarrckpt._load.coverage import Findings
@@ -104,7 +102,7 @@ def test_invalid_bytes_are_errors(data: bytes) -> None:
     _refused(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_altered_messages_are_errors_or_messages(data: st.DataObject) -> None:
     encoded = bytearray(wire.encode(data.draw(st.sampled_from(RECORDS))))

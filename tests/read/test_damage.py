@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.internals import Store, open_store
+from harness.s3_server import served
 
 import zarrckpt
-from benchmarks.s3_server import served
 from zarrckpt import CheckpointError, CheckpointNotFoundError
-from zarrckpt._store import Store, open_store
 
 DAMAGES = int(os.environ.get("ZARRCKPT_DAMAGES", "300"))
 SEED = int(os.environ.get("ZARRCKPT_SEED", "1"))

@@ -14,13 +14,13 @@ import tensorstore
 import torch
 import zarr
 from harness import ROOT, plain_readers
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from harness.store_servers import REGION, S3Place
 from obstore.exceptions import NotSupportedError
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 
 RECIPES = ROOT / "docs" / "how-to" / "read.md"
 NAMES = ["layers.0.weight", "a%b", "a/b", "@home", "__meta", "c", "c.0", "ünï✓", "zarr.json", "x y", "q?*#1"]
@@ -156,14 +156,13 @@ def test_bfloat16_fails_groups_without_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwritten", [False, True])
-def test_the_recipe_for_http_reads(overwritten: bool, tmp_path: Path, s3_stub: S3Stub) -> None:
+def test_the_recipe_for_http_reads(overwritten: bool, tmp_path: Path, s3_stub: S3Server) -> None:
     """The code of ``docs/how-to/read.md``, at a server that serves ranges and at one that does not."""
     names = {"norm": torch.ones(16), "größe": torch.ones(2), "large": torch.ones(1100, 600)}
     for _ in range(1 + overwritten):
         zarrckpt.save({"model": names}, tmp_path / "ck", overwrite=True)
-    with s3_stub.lock:
-        for file in filter(Path.is_file, (tmp_path / "ck").rglob("*")):
-            s3_stub.store(f"run/{file.relative_to(tmp_path / 'ck').as_posix()}", file.read_bytes(), {})
+    for file in filter(Path.is_file, (tmp_path / "ck").rglob("*")):
+        s3_stub.put_object(f"run/{file.relative_to(tmp_path / 'ck').as_posix()}", file.read_bytes())
     tree = zarrckpt.open(tmp_path / "ck").info.tree
     (recipe,) = re.findall(r"```python no-run\n(import.*?HTTPStore.*?)```", RECIPES.read_text(), re.DOTALL)
     found: dict[str, Any] = {}

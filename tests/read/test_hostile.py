@@ -50,7 +50,7 @@ def fuzz(*arguments: str) -> str:
 
 
 def test_changed_documents_chunks_and_markers() -> None:
-    told = fuzz("documents", "120", "bytes", "40", "chunks", "24", "markers", "30", "--seed", "5")
+    told = fuzz("documents", "80", "bytes", "30", "chunks", "16", "markers", "20", "--seed", "5")
     assert told.count("0 faults") == 4
     opened = {line.split(":")[0]: int(line.split("cases, ")[1].split()[0]) for line in told.splitlines()}
     assert all(opened.values())  # some of each kind open
@@ -58,7 +58,7 @@ def test_changed_documents_chunks_and_markers() -> None:
 
 def test_documents_that_claim_more_than_is_stored() -> None:
     """Terabytes, products that overflow, thousands of dimensions: all fail soon and with little memory."""
-    assert "0 faults" in fuzz("shapes", "40", "--seed", "5", "--address-space", "3000000000")
+    assert "0 faults" in fuzz("shapes", "25", "--seed", "5", "--address-space", "3000000000")
 
 
 # -- findings of the fuzzers

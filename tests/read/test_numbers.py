@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._inspect.differences import TensorDifference
 from zarrckpt._inspect.stats import TensorStats
 

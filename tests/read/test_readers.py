@@ -28,7 +28,7 @@ import zarr
 from click.testing import CliRunner
 from harness import GOLDEN
 from harness.independent_reader import Reader
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from packaging.version import Version
 from zarr.abc import store as zarr_abc
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -243,7 +243,7 @@ def test_data_that_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str
             ckpt["w"][part]
 
 
-def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: str) -> None:
+def test_damage_in_an_object_store(s3_stub: S3Server, tmp_path: Path, pipeline: str) -> None:
     place, source = s3_stub.bucket(), opened(unpacked("subchunks", tmp_path))
     zarrckpt.copy(source, place.url("run"), storage_options=place.storage_options)
     ckpt = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
@@ -256,7 +256,7 @@ def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: st
         damaged = damage(whole, "subchunks")
         s3_stub.objects.pop(key, None)
         if damaged is not None:
-            s3_stub.store(key, damaged, {})
+            s3_stub.put_object(key, damaged)
         for part in PARTS:
             with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
                 array[part]

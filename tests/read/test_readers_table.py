@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from harness import ROOT, plain_readers
+from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 from harness.store_servers import REGION, S3Place
 from test_foreign_readers import bits
 
 import zarrckpt
-from zarrckpt._format.dtypes import DTYPES
 
 PAGE = ROOT / "docs" / "reference" / "readers.md"
 COLUMNS = {

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT
-from harness.s3_stub import S3Stub
+from harness.s3_server import S3Server
 from test_readers_table import TYPES, Case, as_table, cell, make_rows, on_the_page
 
 import zarrckpt
@@ -46,14 +46,13 @@ def _installed() -> None:
         pytest.skip("zarrita is not installed: make zarrita")
 
 
-def serve(stub: S3Stub, folder: Path) -> None:
+def serve(stub: S3Server, folder: Path) -> None:
     """Add the files below a folder to an HTTP server."""
-    with stub.lock:
-        for file in filter(Path.is_file, folder.rglob("*")):
-            stub.store(file.relative_to(folder).as_posix(), file.read_bytes(), {})
+    for file in filter(Path.is_file, folder.rglob("*")):
+        stub.put_object(file.relative_to(folder).as_posix(), file.read_bytes())
 
 
-def over_http(stub: S3Stub, case: Case) -> str:
+def over_http(stub: S3Server, case: Case) -> str:
     return f"{stub.endpoint}/{Path(case.url).name}"
 
 
@@ -80,7 +79,7 @@ def test_the_table_matches_zarrita(tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
         for part in filter(Path.is_file, (tmp_path / "large").rglob("*")):
             file.write(part, part.relative_to(tmp_path / "large"))
-    with S3Stub() as stub:
+    with S3Server() as stub:
         serve(stub, tmp_path)
         asked = {
             row: [(place, case) for case in rows[row] for place in (case.url, over_http(stub, case))] for row in rows
@@ -105,7 +104,7 @@ def test_the_recipe_reads_a_tensor(overwritten: bool, tmp_path: Path) -> None:
         zarrckpt.save({"model": {"norm": torch.arange(16.0)}}, url, overwrite=True)
     (recipe,) = re.findall(r"^```js\n(.*?)^```$", RECIPES.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "node_modules").symlink_to(FOLDER / "node_modules")
-    with S3Stub() as stub:
+    with S3Server() as stub:
         serve(stub, tmp_path / "run")
         (tmp_path / "recipe.mjs").write_text(recipe.replace("https://example.org/run", stub.endpoint))
         printed = run_node("recipe.mjs", folder=tmp_path)

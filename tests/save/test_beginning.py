@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.s3_stub import S3Stub
+from harness.internals import in_thread
+from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._jobs import in_thread
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}
@@ -20,13 +20,13 @@ def is_marker(key: str) -> bool:
     return key.startswith("@zarrckpt/") and key.count("/") == 2 and key.endswith("/zarr.json")
 
 
-def written(stub: S3Stub, beginning: str) -> list[str]:
+def written(stub: S3Server, beginning: str) -> list[str]:
     """Return the keys that were put below a path, in the order of the requests."""
     targets = (request.target.partition("?")[0] for request in stub.requests if request.method == "PUT")
     return [target.partition(f"{beginning}/")[2].replace("%40", "@") for target in targets]
 
 
-def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
+def test_nothing_is_put_before_the_marker(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     for overwrite in (False, True):
         s3_stub.requests.clear()
@@ -40,7 +40,7 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
         assert keys[-1] == "zarr.json"
 
 
-def test_a_checkpoint_that_exists_stops_a_save_before_its_first_put(s3_stub: S3Stub) -> None:
+def test_a_checkpoint_that_exists_stops_a_save_before_its_first_put(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     s3_stub.requests.clear()

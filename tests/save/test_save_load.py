@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import warnings
-from ast import literal_eval
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -126,83 +125,9 @@ def test_training_resumes_from_s3(moto_bucket: S3Place) -> None:
 
 # -- layouts of one tensor
 
-ONE: dict[str, list[Placement]] = {
-    "Shard(0)": [Shard(0)],
-    "Shard(1)": [Shard(1)],
-    "Replicate": [Replicate()],
-}
-TWO: dict[str, list[Placement]] = {
-    "Shard(0) x Shard(1)": [Shard(0), Shard(1)],
-    "Shard(1) x Shard(0)": [Shard(1), Shard(0)],
-    "Shard(0) x Replicate": [Shard(0), Replicate()],
-    "Replicate x Shard(1)": [Replicate(), Shard(1)],
-    "Replicate x Replicate": [Replicate(), Replicate()],
-    "Shard(0) x Shard(0)": [Shard(0), Shard(0)],
-}
-SHAPES = [(8, 12), (10, 3), (3, 10), (7, 9), (3, 5), (1, 4), (1, 1), (0, 4), (4, 0), (5, 6, 7)]
-
 
 def _source(shape: tuple[int, ...]) -> torch.Tensor:
     return (torch.arange(math.prod(shape), dtype=torch.float32) + 0.5).reshape(shape)
-
-
-def _layouts() -> dict[str, DTensor]:
-    """Return every shape in every layout, by name, on all meshes that the world allows."""
-    world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,))
-    layouts: list[tuple[str, DeviceMesh, list[Placement]]] = [(name, line, places) for name, places in ONE.items()]
-    if world % 2 == 0:
-        square = init_device_mesh("cpu", (world // 2, 2))
-        layouts += [(name, square, places) for name, places in TWO.items()]
-    # src_data_rank=None: every rank has the source and takes its part without communication.
-    tensors = {
-        f"{shape} {name}": distribute_tensor(_source(shape), mesh, places, src_data_rank=None)
-        for shape in SHAPES
-        for name, mesh, places in layouts
-    }
-    return {**tensors, "() Replicate": distribute_tensor(torch.tensor(0.5), line, src_data_rank=None)}
-
-
-def _shape(name: str) -> tuple[int, ...]:
-    return literal_eval(name.partition(")")[0] + ")")
-
-
-def _save_layouts(url: str) -> list[str]:
-    tensors = _layouts()
-    zarrckpt.save({"tensors": tensors}, url)
-    return list(tensors)
-
-
-def _load_layouts(url: str, saved: list[str]) -> int:
-    """Load every saved tensor into every layout that its shape has here, in place. Return the number of pairs."""
-    layouts: dict[tuple[int, ...], list[DTensor]] = {}
-    for name, tensor in _layouts().items():
-        layouts.setdefault(_shape(name), []).append(tensor)
-    pairs = 0
-    for turn in range(max(map(len, layouts.values()))):
-        expected = {n: layouts[_shape(n)][turn] for n in saved if turn < len(layouts[_shape(n)])}
-        targets = {name: torch.full_like(tensor, -1) for name, tensor in expected.items()}
-        places = [target.to_local().data_ptr() for target in targets.values()]
-        zarrckpt.load({"tensors": targets}, url, keys=[f"tensors.{name}" for name in targets])
-        for name, target in targets.items():
-            assert torch.equal(target.to_local(), expected[name].to_local()), (name, target.placements)
-        assert [target.to_local().data_ptr() for target in targets.values()] == places
-        pairs += len(targets)
-    return pairs
-
-
-def test_any_layout_loads_into_any_other(tmp_path: Path) -> None:
-    url = str(tmp_path / "layouts")
-    saved = run_ranks(_save_layouts, url)[0]
-    plain = {name: torch.full(_shape(name), -1.0) for name in saved}
-    zarrckpt.load({"tensors": plain}, url)
-    assert [name for name in saved if not torch.equal(plain[name], _source(_shape(name)))] == []
-    for world_size, layouts in ((4, 9), (2, 9), (3, 3)):
-        pairs = (len(saved) - 1) * layouts + 1
-        assert run_ranks(_load_layouts, url, saved, world_size=world_size) == [pairs] * world_size
-    back = str(tmp_path / "plain")
-    zarrckpt.save({"tensors": plain}, back)
-    run_ranks(_load_layouts, back, saved)
 
 
 def _save_rows(url: str, **options: Any) -> zarrckpt.SaveReport:

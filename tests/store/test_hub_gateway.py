@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from click.testing import CliRunner
 from harness.hub_gateway import NAMESPACE, HubGateway
+from harness.internals import open_store
 from harness.ranks import run_ranks
 from harness.store_servers import S3Place
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt import Keep, StorageError
-from zarrckpt._store import open_store
 from zarrckpt.cli import main
 
 WHOLE = torch.arange(6 * 2**20, dtype=torch.float64).reshape(-1, 2)

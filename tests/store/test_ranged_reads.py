@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness.s3_stub import LONG, S3Stub
+from harness.internals import Store, open_store
+from harness.s3_server import LONG, S3Server
 from harness.store_servers import S3Place
 
 from zarrckpt import CorruptCheckpointError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, open_store
 
 DATA = os.urandom(3 << 20)
 ONCE = {"retry_config": {"max_retries": 0}}
@@ -47,7 +47,7 @@ def test_ranges_of_every_size_are_read(bucket: str, request: pytest.FixtureReque
     assert part(store) and part(store, 0, len(DATA)) and part(store, 5, 6) and part(store, len(DATA) - 1, len(DATA))
 
 
-def test_many_at_once(s3_stub: S3Stub) -> None:
+def test_many_at_once(s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket())
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda number: part(store, number, 1 << 20), range(100)))
@@ -56,14 +56,14 @@ def test_many_at_once(s3_stub: S3Stub) -> None:
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 408 Late\r\nContent-Length: 0\r\n\r\n"])
-def test_connections_that_the_server_closes_after_an_answer(words: bytes, s3_stub: S3Stub) -> None:
+def test_connections_that_the_server_closes_after_an_answer(words: bytes, s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket())
     s3_stub.faults.hang_up, s3_stub.faults.parting_words = True, words
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda number: part(store, number), range(20)))
 
 
-def test_absent_and_short_objects(s3_stub: S3Stub) -> None:
+def test_absent_and_short_objects(s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket())
     with pytest.raises(ObjectNotFoundError):
         store.read("no/such", 0, 10)
@@ -78,7 +78,7 @@ def test_absent_and_short_objects(s3_stub: S3Stub) -> None:
 
 
 @pytest.mark.parametrize("fault", [{"other_ranges": True}, {"most_of_a_range": 1 << 20}, {"ignore_ranges": True}])
-def test_other_ranges_than_asked_for_are_a_fault_of_the_server(fault: dict[str, Any], s3_stub: S3Stub) -> None:
+def test_other_ranges_than_asked_for_are_a_fault_of_the_server(fault: dict[str, Any], s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket(), **ONCE)
     ((name, value),) = fault.items()
     setattr(s3_stub.faults, name, value)
@@ -89,14 +89,14 @@ def test_other_ranges_than_asked_for_are_a_fault_of_the_server(fault: dict[str, 
 
 
 @pytest.mark.parametrize("fault", ["server_errors", "cut_bodies"])
-def test_failures_are_repeated(fault: str, s3_stub: S3Stub) -> None:
+def test_failures_are_repeated(fault: str, s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket())
     setattr(s3_stub.faults, fault, 4)
     assert part(store)
     assert getattr(s3_stub.faults, fault) == 0
 
 
-def test_a_body_that_is_always_cut_is_an_error(s3_stub: S3Stub) -> None:
+def test_a_body_that_is_always_cut_is_an_error(s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket(), retry_config={"max_retries": 2})
     s3_stub.faults.cut_bodies = 1000
     with pytest.raises(StorageError, match=r"a b/c\.0"):
@@ -105,7 +105,7 @@ def test_a_body_that_is_always_cut_is_an_error(s3_stub: S3Stub) -> None:
 
 @pytest.mark.parametrize("stub", ["s3_stub", "tls_stub"])
 def test_a_server_that_hangs_falls_silent_or_trickles(stub: str, request: pytest.FixtureRequest) -> None:
-    server: S3Stub = request.getfixturevalue(stub)
+    server: S3Server = request.getfixturevalue(stub)
     own = {**ONCE, "allow_invalid_certificates": True}
     store = store_of(server.bucket(), timeout=0.5, **own)
     # A slow answer is waited for...
@@ -113,7 +113,7 @@ def test_a_server_that_hangs_falls_silent_or_trickles(stub: str, request: pytest
     assert part(store)
     server.faults.pause_bodies = 0
     # ...but an answer that never comes is not.
-    for fault, seconds in (("stall_seconds", LONG), ("pause_bodies", LONG), ("trickle", 0.1)):
+    for fault, seconds in (("latency", LONG), ("pause_bodies", LONG), ("trickle", 0.1)):
         setattr(server.faults, fault, seconds)
         with gives_up_soon():
             part(store)
@@ -121,23 +121,23 @@ def test_a_server_that_hangs_falls_silent_or_trickles(stub: str, request: pytest
         assert part(store)
 
 
-def test_how_long_a_server_may_be_silent(s3_stub: S3Stub) -> None:
+def test_how_long_a_server_may_be_silent(s3_stub: S3Server) -> None:
     store = store_of(s3_stub.bucket(), read_timeout=0.5, timeout=2 * LONG, **ONCE)
     s3_stub.faults.pause_bodies = LONG
     with gives_up_soon():
         part(store)
 
 
-def test_timeouts_in_words(s3_stub: S3Stub) -> None:
+def test_timeouts_in_words(s3_stub: S3Server) -> None:
     for value in ("500ms", "1 second"):
-        s3_stub.faults.stall_seconds = 0
+        s3_stub.faults.latency = 0
         store = store_of(s3_stub.bucket(), timeout=value, **ONCE)
-        s3_stub.faults.stall_seconds = LONG
+        s3_stub.faults.latency = LONG
         with gives_up_soon():
             part(store)
 
 
-def test_what_is_no_http_server(s3_stub: S3Stub) -> None:
+def test_what_is_no_http_server(s3_stub: S3Server) -> None:
     def greet(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:

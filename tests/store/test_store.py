@@ -15,20 +15,19 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from harness.s3_stub import S3Stub
+from harness.internals import Catalog, ObjectInfo, Store, StoreSpec
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from zarr.core.sync import sync
 
 import zarrckpt
-from zarrckpt._errors import (
+from zarrckpt import (
     CorruptCheckpointError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
 )
-from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.zarr_view import StrictStore
-from zarrckpt._store import ObjectInfo, Store, StoreSpec
 
 KEYS = [
     "zarr.json",
@@ -75,7 +74,7 @@ def make_spec(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> S
     if backend.startswith("zarr-"):
         return StoreSpec(zarr.storage.StorePath(make_zarr_store(backend, tmp_path), path))
     if backend == "obstore-gcs":
-        stub: S3Stub = request.getfixturevalue("s3_stub")
+        stub: S3Server = request.getfixturevalue("s3_stub")
         return StoreSpec(f"gs://bucket/{path}", storage_options={"bearer_token": "t", "endpoint_url": stub.endpoint})
     client, _, server = backend.partition("-")
     place: S3Place = request.getfixturevalue(f"{server}_bucket")

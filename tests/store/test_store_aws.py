@@ -17,14 +17,12 @@ import pytest
 import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
-from harness.s3_stub import Request, S3Stub, Strike
+from harness.internals import ObstoreStore, Store, open_store
+from harness.s3_server import Request, S3Server, Strike
 
 import zarrckpt
 from zarrckpt import StorageError
 from zarrckpt._store import _aws, _obstore
-from zarrckpt._store._base import Store
-from zarrckpt._store._obstore import ObstoreStore
-from zarrckpt._store._spec import open_store
 
 KEYS = {"AWS_ACCESS_KEY_ID": "of-environment", "AWS_SECRET_ACCESS_KEY": "s"}
 SERVICES = "\nservices = mine"
@@ -150,7 +148,7 @@ def test_without_botocore_only_the_environment_is_used(tmp_path: Path, monkeypat
 class Rotation:
     """A server that accepts the latest key alone, and the source of that key."""
 
-    def __init__(self, stub: S3Stub, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, stub: S3Server, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stub, self._source, self._folder, self._monkeypatch = stub, source, folder, monkeypatch
         self.key, self.asked = "key-0", 0
         self.options: dict[str, Any] = {"endpoint_url": stub.endpoint}
@@ -203,7 +201,7 @@ REQUESTS: dict[str, tuple[Callable[[Store], Any], Any]] = {
     ],
 )
 def test_every_request_survives_rotated_keys(
-    backend: str, source: str, s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, source: str, s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_obstore, "SPLIT", 8)
     monkeypatch.setattr("botocore.session.create_loader", lambda *_: LOADER)
@@ -216,7 +214,7 @@ def test_every_request_survives_rotated_keys(
     assert s3_stub.objects["research/run/a/k"].data == b"0123"
 
 
-def test_a_provider_for_google_is_asked_again(s3_stub: S3Stub) -> None:
+def test_a_provider_for_google_is_asked_again(s3_stub: S3Server) -> None:
     tokens = iter(["first", "second"])
 
     def provider() -> dict[str, Any]:
@@ -228,7 +226,9 @@ def test_a_provider_for_google_is_asked_again(s3_stub: S3Stub) -> None:
     assert s3_stub.requests[-1].headers["authorization"] == "Bearer second"
 
 
-def test_an_upload_whose_key_ends_begins_anew(s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_whose_key_ends_begins_anew(
+    s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rotation = Rotation(s3_stub, "provider", tmp_path, monkeypatch)
     store = open_store("s3://research/run", storage_options=rotation.options)
 
@@ -245,7 +245,7 @@ def test_an_upload_whose_key_ends_begins_anew(s3_stub: S3Stub, tmp_path: Path, m
 
 
 def test_requests_that_fail_together_share_one_renewal(
-    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotation = Rotation(s3_stub, "provider", tmp_path, monkeypatch)
     store = open_store("s3://research/run", storage_options=rotation.options)
@@ -264,7 +264,9 @@ def test_requests_that_fail_together_share_one_renewal(
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
-def test_keys_that_cannot_be_renewed_are_named(backend: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_cannot_be_renewed_are_named(
+    backend: str, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(options: dict[str, Any]) -> str:
         store = open_store("s3://research/run", storage_options={"endpoint_url": s3_stub.endpoint, **options})
         s3_stub.requests.clear()
@@ -288,7 +290,7 @@ def test_keys_that_cannot_be_renewed_are_named(backend: str, s3_stub: S3Stub, mo
             store.get("k")
 
 
-def test_a_manager_outlives_its_keys(s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_outlives_its_keys(s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rotation = Rotation(s3_stub, "profile", tmp_path, monkeypatch)
     state = {"w": torch.arange(8.0)}
     url, keep = "s3://research/run", zarrckpt.Keep(newest=2)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.s3_stub import S3Stub
+from harness.internals import Store, open_store
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 
-from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt import StorageError
 
 
-def signer(stub: S3Stub) -> str:
+def signer(stub: S3Server) -> str:
     """Return the key that signed the last request."""
     return stub.requests[-1].headers["authorization"].partition("Credential=")[2].partition("/")[0]
 
@@ -22,7 +22,7 @@ def at(place: S3Place, path: str, **options: Any) -> Store:
     return open_store(place.url(path), storage_options={**place.storage_options, **options})
 
 
-def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub: S3Stub) -> None:
+def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     for number in range(9):
         store = at(place, f"run/step-{number}")
@@ -45,7 +45,7 @@ def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_other_settings_get_clients_of_their_own(other: dict[str, Any], s3_stub: S3Stub) -> None:
+def test_other_settings_get_clients_of_their_own(other: dict[str, Any], s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     at(place, "run").put("k", [b"x"])
     before = s3_stub.requests[-1].headers
@@ -60,7 +60,7 @@ def test_other_settings_get_clients_of_their_own(other: dict[str, Any], s3_stub:
         assert "x-team" not in before and after["x-team"] == "b"
 
 
-def test_keys_that_change_in_the_environment(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_change_in_the_environment(s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = s3_stub.bucket()
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
@@ -75,7 +75,7 @@ def test_keys_that_change_in_the_environment(s3_stub: S3Stub, monkeypatch: pytes
 
 
 def test_a_profile_that_was_changed_counts_for_the_next_store(
-    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config"
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
@@ -88,7 +88,7 @@ def test_a_profile_that_was_changed_counts_for_the_next_store(
         assert signer(s3_stub) == key
 
 
-def test_a_provider_is_asked_by_every_store(s3_stub: S3Stub) -> None:
+def test_a_provider_is_asked_by_every_store(s3_stub: S3Server) -> None:
     asked: list[int] = []
 
     def provider() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_a_provider_is_asked_by_every_store(s3_stub: S3Stub) -> None:
         assert signer(s3_stub) == f"key-{number}"
 
 
-def test_a_store_sees_nothing_of_its_neighbours(s3_stub: S3Stub) -> None:
+def test_a_store_sees_nothing_of_its_neighbours(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     for path in ("run", "run-2", "run/inner", "other", ""):
         at(place, path).put("zarr.json", [b"{}"])

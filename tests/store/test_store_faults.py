@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import io
 import itertools
 import logging
 import os
 import re
 import resource
-import socket
-import struct
 import tempfile
 import time
 import traceback
@@ -33,13 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
-from harness.s3_stub import S3Stub
+from harness.s3_server import Answer, Request, S3Server, served, xml
 from harness.store_servers import free_port
 from harness.uneven_states import clear, full, held_of, mesh_of, sharded, uneven_state
 from torch.distributed.checkpoint import CheckpointException
 
 import zarrckpt
-from benchmarks.s3_server import served
 from zarrckpt import ZarrStorageReader, ZarrStorageWriter
 from zarrckpt.testing import LOSE, SHORTEN, Call, Fault, FaultyStore, Rule, at, never
 
@@ -243,58 +239,27 @@ class Wrong:
     cuts: bool = False
 
 
-class BadServer(S3Stub):
+class BadServer(S3Server):
     """A second endpoint of a server, on which some requests always fail. Its refusals quote all secrets."""
 
-    def __init__(self, good: S3Stub, wrong: Wrong, strikes: Callable[[str, str], bool] = lambda method, path: True):
-        super().__init__(objects=good.objects)
-        self.wrong = wrong
-        self.strikes = strikes
-        self.struck = 0
+    def __init__(self, good: S3Server, wrong: Wrong, strikes: Callable[[str, str], bool] = lambda method, path: True):
+        super().__init__()
+        self.store, self.wrong, self.strikes, self.struck = good.store, wrong, strikes, 0
 
-    def __enter__(self) -> BadServer:
-        super().__enter__()
-        kind: Any = self._server.RequestHandlerClass
-        self._server.RequestHandlerClass = type("BadHandler", (_BadHandling, kind), {})  # type: ignore[assignment]
-        return self
-
-
-class _BadHandling:
-    """Serves one connection of a BadServer."""
-
-    server_stub: Any
-    command: str
-    path: str
-
-    def _serve(self: Any, work: Callable[[], None]) -> None:
-        server: BadServer = self.server_stub
-        if not server.strikes(self.command, self.path):
-            return super()._serve(work)
-        server.struck += 1
-        if server.wrong.cuts:
-            return self._cut_short(work)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if server.wrong.silent_seconds:
-            time.sleep(server.wrong.silent_seconds)
-            return self._reset()
+    def answer(self, request: Request, body: memoryview) -> Answer:
+        wrong = self.wrong
+        if not self.strikes(request.method, request.target):
+            return super().answer(request, body)
+        self.struck += 1
+        if wrong.cuts:
+            answer = super().answer(request, body)
+            answer.sent, answer.reset = 2 / 3, True
+            return answer
+        if wrong.silent_seconds:
+            time.sleep(wrong.silent_seconds)
+            return Answer(sent=0.0, reset=True)
         quoted = "".join(f"<AWSAccessKeyId>{secret}</AWSAccessKeyId> {secret}" for secret in SECRETS.values())
-        body = f"<Error><Code>{server.wrong.code}</Code><Message>{server.wrong.code}: {quoted}</Message></Error>"
-        self._answer(server.wrong.status, body.encode())
-
-    def _cut_short(self: Any, work: Callable[[], None]) -> None:
-        """Do the request, and send two thirds of the answer."""
-        wire, self.wfile = self.wfile, io.BytesIO()
-        super()._serve(work)
-        answer, self.wfile = self.wfile.getvalue(), wire
-        self.wfile.write(answer[: len(answer) * 2 // 3])
-        self.wfile.flush()
-        self._reset()
-
-    def _reset(self: Any) -> None:
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+        return xml(f"<Error><Code>{wrong.code}</Code><Message>{wrong.code}: {quoted}</Message></Error>", wrong.status)
 
 
 def at_chunks(method: str, path: str) -> bool:
@@ -343,7 +308,7 @@ def _at_servers(cases: Sequence[Case], good: dict[str, Any], bad: Sequence[dict[
     ]
 
 
-def test_servers_that_fail_for_good(s3_stub: S3Stub) -> None:
+def test_servers_that_fail_for_good(s3_stub: S3Server) -> None:
     cases, bad, servers = [], [], []
     with contextlib.ExitStack() as stack:
         for case, wrong, strikes, more in SERVERS:
@@ -381,12 +346,12 @@ def _everything_else(endpoint: str, url: str) -> list[str]:
     return shown + secrets_in(repr(writer) + repr(reader) + repr(vars(writer)) + repr(vars(reader)))
 
 
-def test_no_call_shows_a_secret(s3_stub: S3Stub) -> None:
+def test_no_call_shows_a_secret(s3_stub: S3Server) -> None:
     with BadServer(s3_stub, Wrong(403, "SignatureDoesNotMatch")) as server:
         assert run_ranks(_everything_else, server.endpoint, "s3://bucket/run", world_size=2) == [[], []]
 
 
-def test_readers_without_ranks_are_told(s3_stub: S3Stub) -> None:
+def test_readers_without_ranks_are_told(s3_stub: S3Server) -> None:
     """A failing server is not damage, and must not be reported as damage."""
     good, url = options_of(s3_stub.endpoint), "s3://bucket/run"
     zarrckpt.save({"w": torch.ones(3, 4)}, url, storage_options=good)
@@ -423,7 +388,7 @@ def _again_and_again(url: str, options: dict[str, Any], seed: int) -> list[str]:
 
 
 def test_four_ranks_survive_throttling_and_resets() -> None:
-    with served(latency=0.001, throttle=0.2, resets=0.02) as server:
+    with served(latency=0.001, throttle=0.2, reset_share=0.02) as server:
         options = server.storage_options
         answers = run_ranks(_again_and_again, "s3://bucket/run", options, 1, world_size=4, timeout=240)
         statuses = server.stats()["statuses"]
@@ -574,7 +539,7 @@ def _long_keys(method: str, path: str) -> bool:
     return method == "PUT" and len(path.removeprefix("/bucket/")) > 1024
 
 
-def test_names_that_are_too_long(tmp_path: Path, s3_stub: S3Stub) -> None:
+def test_names_that_are_too_long(tmp_path: Path, s3_stub: S3Server) -> None:
     with BadServer(s3_stub, Wrong(400, "KeyTooLongError"), _long_keys) as server:
         remote = {"storage_options": options_of(server.endpoint)}
         cases: list[tuple[str, int, dict[str, Any], str]] = [

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from harness.internals import Store, open_store
 
-from zarrckpt._errors import ObjectExistsError, StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt import ObjectExistsError, StorageError
 
 
 class StiffFileSystem(LocalFileSystem):  # type: ignore[misc]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.internals import Store
 
-from zarrckpt._errors import ObjectExistsError, StorageError
+from zarrckpt import ObjectExistsError, StorageError
 from zarrckpt._store import ObjectInfo, StoreSpec, _local_commit, open_store
-from zarrckpt._store._base import Store
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness.s3_stub import S3Stub, Strike
+from harness.s3_server import S3Server, Strike
 
 import zarrckpt
-from zarrckpt._errors import StorageError
+from zarrckpt import StorageError
 from zarrckpt._store import Store, _conditional_puts, _obstore, _obstore_client, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
 
-def at(stub: S3Stub, **options: Any) -> Store:
+def at(stub: S3Server, **options: Any) -> Store:
     place = stub.bucket()
     return open_store(place.url("run"), storage_options={**place.storage_options, **options})
 
@@ -112,7 +112,7 @@ PASSING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("fault", PASSING, ids=str)
 def test_each_request_survives_a_failure_that_passes(
-    fault: dict[str, Any], first: bool, parts: None, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+    fault: dict[str, Any], first: bool, parts: None, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the first request of a process, and the first ones with a condition."""
     monkeypatch.setattr(_obstore_client, "_answered", set())
@@ -139,7 +139,7 @@ def test_each_request_survives_a_failure_that_passes(
         assert s3_stub.faults.strike is None, kind
 
 
-def test_a_lost_answer_to_the_probe_is_no_verdict(s3_stub: S3Stub) -> None:
+def test_a_lost_answer_to_the_probe_is_no_verdict(s3_stub: S3Server) -> None:
     store = at(s3_stub, **SOON)
     store.create("root", b"1")
     s3_stub.faults.strike = Strike("put", spared=1)
@@ -149,7 +149,7 @@ def test_a_lost_answer_to_the_probe_is_no_verdict(s3_stub: S3Stub) -> None:
     assert s3_stub.faults.strike is None and store.get("root") == b"2"
 
 
-def test_a_repeat_is_signed_anew(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeat_is_signed_anew(s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     store = at(s3_stub)
     store.put("first", [b"x"])
     s3_stub.requests.clear()
@@ -167,7 +167,7 @@ def test_a_repeat_is_signed_anew(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("abort", [(404, "NoSuchUpload"), (403, "AbortDenied"), (503, "AbortBusy"), None])
 @pytest.mark.parametrize("part", [(400, "PartRefused"), (503, "PartBusy"), (403, "PartDenied")])
 def test_an_abort_never_replaces_its_reason(
-    part: tuple[int, str], abort: tuple[int, str] | None, retries: int, parts: None, s3_stub: S3Stub
+    part: tuple[int, str], abort: tuple[int, str] | None, retries: int, parts: None, s3_stub: S3Server
 ) -> None:
     store = at(s3_stub, retry_config={**SOON["retry_config"], "max_retries": retries})
     s3_stub.faults.refused = {"part": part, "put": part, **({"abort": abort} if abort else {})}
@@ -177,14 +177,14 @@ def test_an_abort_never_replaces_its_reason(
     assert len(s3_stub.requests) <= (1 + retries) * 5 * 4
 
 
-def test_an_upload_whose_abort_fails_is_one_request(parts: None, s3_stub: S3Stub) -> None:
+def test_an_upload_whose_abort_fails_is_one_request(parts: None, s3_stub: S3Server) -> None:
     store = at(s3_stub, **SOON)
     s3_stub.faults.refused = {"part": (400, "PartRefused"), "abort": (404, "NoSuchUpload")}
     store.put("k", [BIG[:100], BIG[100:]])
     assert store.get("k") == BIG
 
 
-def test_a_clock_that_stays_wrong_is_told_soon(s3_stub: S3Stub) -> None:
+def test_a_clock_that_stays_wrong_is_told_soon(s3_stub: S3Server) -> None:
     s3_stub.faults.refusal = "<Error><Code>RequestTimeTooSkewed</Code></Error>"
     with pytest.raises(StorageError, match="RequestTimeTooSkewed"):
         at(s3_stub).put("k", [b"x"])
@@ -212,7 +212,7 @@ NEXT_STEPS = [
 
 
 @pytest.mark.parametrize(("status", "words", "step"), NEXT_STEPS)
-def test_each_code_has_a_next_step(status: int, words: str, step: str, s3_stub: S3Stub) -> None:
+def test_each_code_has_a_next_step(status: int, words: str, step: str, s3_stub: S3Server) -> None:
     s3_stub.faults.refusal_status, s3_stub.faults.refusal = status, f"<Error>{words}</Error>"
     s3_stub.faults.region = "ap-south-2"
     place = s3_stub.bucket()
@@ -231,7 +231,7 @@ def test_each_code_has_a_next_step(status: int, words: str, step: str, s3_stub: 
         assert request.method != "HEAD" or "authorization" not in request.headers
 
 
-def test_a_server_without_a_region_is_no_answer(s3_stub: S3Stub) -> None:
+def test_a_server_without_a_region_is_no_answer(s3_stub: S3Server) -> None:
     s3_stub.faults.refusal_status, s3_stub.faults.refusal = 301, "<Error><Code>PermanentRedirect</Code></Error>"
     s3_stub.faults.region = "no region'"
     with pytest.raises(StorageError, match="bucket is in another region"):
@@ -271,7 +271,7 @@ SENT_SETTINGS = {
 @pytest.mark.parametrize(
     ("cloud", "name"), [(cloud, name) for cloud in SENT_SETTINGS for name in SENT_SETTINGS[cloud].split()]
 )
-def test_no_setting_ends_with_a_panic(cloud: str, name: str, s3_stub: S3Stub) -> None:
+def test_no_setting_ends_with_a_panic(cloud: str, name: str, s3_stub: S3Server) -> None:
     """A panic of obstore is no Exception: what cannot be sent is an error of this package."""
     base: dict[str, dict[str, Any]] = {
         "s3": {"key": "k", "secret": "s", "region": "r"},

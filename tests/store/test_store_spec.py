@@ -17,14 +17,14 @@ import obstore
 import pytest
 import torch
 import zarr
-from harness.s3_stub import S3Stub
+from harness.internals import Store, StoreSpec, open_store
+from harness.s3_server import S3Server
 from harness.store_servers import S3Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zarrckpt
-from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, StoreSpec, open_store
+from zarrckpt import StorageError
 from zarrckpt._store._secrets import MARKER, redact, secret_values
 from zarrckpt.testing import FaultyStore
 
@@ -164,7 +164,7 @@ class Provider:
         return {"access_key_id": "test", "secret_access_key": "testsecret", "token": None, "expires_at": None}
 
 
-def test_a_picklable_provider_goes_along(s3_stub: S3Stub) -> None:
+def test_a_picklable_provider_goes_along(s3_stub: S3Server) -> None:
     options = {"endpoint_url": s3_stub.endpoint, "region": "eu-west-1"}
     spec = StoreSpec("s3://bucket/run", {**options, "credential_provider": Provider()})
     store = pickle.loads(pickle.dumps(spec)).open()
@@ -248,7 +248,7 @@ def test_an_obstore_store_keeps_its_options(moto_bucket: S3Place) -> None:
             pickle.loads(pickle.dumps(spec)).open()
 
 
-def test_the_endpoint_that_counts_of_an_obstore_store(s3_stub: S3Stub) -> None:
+def test_the_endpoint_that_counts_of_an_obstore_store(s3_stub: S3Server) -> None:
     from obstore.store import S3Store
 
     options: dict[str, Any] = {"access_key_id": "k", "secret_access_key": "s", "client_options": {"allow_http": True}}

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT
+from harness.internals import Store, open_store
+from harness.s3_server import Served, served
 
 import zarrckpt
-from benchmarks.s3_server import Served, served
-from zarrckpt._store import Store, open_store
 from zarrckpt._store._base import BESIDE_TRAINING
 
 
@@ -54,15 +54,6 @@ def loaded(url: str, state: dict[str, Any], **options: Any) -> bool:
     target = {key: torch.zeros_like(value) if torch.is_tensor(value) else None for key, value in state.items()}
     zarrckpt.load(target, url, **options)
     return all(torch.equal(target[k], v) if torch.is_tensor(v) else target[k] == v for k, v in state.items())
-
-
-def test_saves_and_loads_survive_a_server_that_throttles_and_resets() -> None:
-    with served(latency=0.002, throttle=0.2, resets=0.02) as server:
-        for state, overwrite in ((a_state(1), False), ({"w": torch.ones(3)}, True)):
-            zarrckpt.save(state, "s3://bucket/run", storage_options=server.storage_options, overwrite=overwrite)
-            assert loaded("s3://bucket/run", state, storage_options=server.storage_options)
-        statuses = server.stats()["statuses"]
-    assert statuses["503"] > 0.1 * statuses["200"]
 
 
 class Transfers:
@@ -110,7 +101,8 @@ def test_one_thread_receives_all_answers() -> None:
     """In a process that has read nothing yet."""
     script = """
 import sys, threading, torch, zarrckpt
-from benchmarks.s3_server import served
+sys.path.append("tests")
+from harness.s3_server import served
 
 with served() as server:
     state, where = {f"w{i}": torch.ones(100_000) for i in range(40)}, server.storage_options
@@ -134,19 +126,8 @@ def test_parts_of_large_objects_are_uploaded_concurrently() -> None:
             assert time.monotonic() - began >= 0.05 * (2 + math.ceil(5 / expected))
             stats = server.stats()
             assert expected <= stats["most_requests"] <= expected + 1
-            assert stats["requests"]["PUT"] == 5
+            assert stats["requests"]["part"] == 5
         assert store.get("big") == data
-
-
-def test_large_objects_go_up_in_parts() -> None:
-    data = os.urandom(3 << 20)
-    with served(latency=0.02) as server:
-        for concurrency in (1, 2, None):
-            store = store_of(server, concurrency)
-            server.reset()
-            store.put("k", [data])
-            assert server.stats()["requests"]["PUT"] == 3
-            assert store.get("k") == data
 
 
 def test_connections_are_used_again() -> None:

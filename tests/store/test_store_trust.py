@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness.s3_stub import S3Stub
+from harness.internals import Store, open_store
+from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt._errors import CorruptCheckpointError, StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt import CorruptCheckpointError, StorageError
 
 CUSTOMER_KEY = base64.b64encode(bytes(range(32))).decode()
 SECRETS: dict[str, dict[str, Any]] = {
@@ -33,23 +33,23 @@ REQUESTS: dict[str, Callable[[Store], Any]] = {
 
 
 @pytest.fixture
-def other_host() -> Iterator[S3Stub]:
+def other_host() -> Iterator[S3Server]:
     """A server under another host's name than the first one's."""
-    with S3Stub() as stub:
+    with S3Server() as stub:
         yield stub
 
 
-def make_store(stub: S3Stub, **options: Any) -> Store:
+def make_store(stub: S3Server, **options: Any) -> Store:
     place = stub.bucket()
     return open_store(place.url("run"), storage_options={**place.storage_options, **options})
 
 
-def name_of_localhost(stub: S3Stub) -> str:
+def name_of_localhost(stub: S3Server) -> str:
     return stub.endpoint.replace("127.0.0.1", "localhost")
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_another_host_gets_no_request(request_name: str, s3_stub: S3Stub, other_host: S3Stub) -> None:
+def test_another_host_gets_no_request(request_name: str, s3_stub: S3Server, other_host: S3Server) -> None:
     store = make_store(s3_stub, **{name: value for given in SECRETS.values() for name, value in given.items()})
     s3_stub.faults.redirect_to = name_of_localhost(other_host)
     with pytest.raises(StorageError, match="redirects the request" if request_name != "put" else "302"):
@@ -57,7 +57,7 @@ def test_another_host_gets_no_request(request_name: str, s3_stub: S3Stub, other_
     assert other_host.connections == 0
 
 
-def test_s3fs_follows_no_redirect(s3_stub: S3Stub, other_host: S3Stub) -> None:
+def test_s3fs_follows_no_redirect(s3_stub: S3Server, other_host: S3Server) -> None:
     place = s3_stub.bucket()
     options = {**place.fsspec_options, "token": "session-token", "config_kwargs": {"retries": {"max_attempts": 0}}}
     store = open_store(place.url("run"), storage_options=options)
@@ -67,7 +67,7 @@ def test_s3fs_follows_no_redirect(s3_stub: S3Stub, other_host: S3Stub) -> None:
     assert other_host.connections == 0
 
 
-def test_a_first_read_notices_a_redirect_soon(s3_stub: S3Stub, other_host: S3Stub) -> None:
+def test_a_first_read_notices_a_redirect_soon(s3_stub: S3Server, other_host: S3Server) -> None:
     store = make_store(s3_stub)
     store.put("k", [b"x"])  # the server has answered
     s3_stub.faults.redirect_to = name_of_localhost(other_host)
@@ -77,7 +77,7 @@ def test_a_first_read_notices_a_redirect_soon(s3_stub: S3Stub, other_host: S3Stu
     assert len(s3_stub.requests) <= 5
 
 
-def test_allowed_hosts_are_redirected_to(s3_stub: S3Stub, other_host: S3Stub) -> None:
+def test_allowed_hosts_are_redirected_to(s3_stub: S3Server, other_host: S3Server) -> None:
     for allowed in (["localhost"], "example.com, localhost", "*"):
         store = make_store(s3_stub, redirect_hosts=allowed)
         store.put("k", [b"data"])
@@ -92,7 +92,7 @@ def test_allowed_hosts_are_redirected_to(s3_stub: S3Stub, other_host: S3Stub) ->
 @pytest.mark.parametrize("allowed_by", ["option", "variable", "proxy"])
 @pytest.mark.parametrize("secret", SECRETS)
 def test_secrets_and_redirects_exclude_each_other(
-    secret: str, allowed_by: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+    secret: str, allowed_by: str, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dict(SECRETS[secret])
     if allowed_by == "option":
@@ -105,7 +105,7 @@ def test_secrets_and_redirects_exclude_each_other(
         make_store(s3_stub, **options)
 
 
-def test_a_provider_gives_no_token_where_redirects_lead_out(s3_stub: S3Stub) -> None:
+def test_a_provider_gives_no_token_where_redirects_lead_out(s3_stub: S3Server) -> None:
     given: dict[str, Any] = {"access_key_id": "a", "secret_access_key": "b", "expires_at": None}
     options = {"endpoint_url": s3_stub.endpoint, "redirect_hosts": "*", "credential_provider": lambda: given}
     store = open_store(s3_stub.bucket().url("run"), storage_options=options)
@@ -121,7 +121,7 @@ def test_a_provider_gives_no_token_where_redirects_lead_out(s3_stub: S3Stub) -> 
 
 
 @pytest.mark.parametrize("fault", ["announced", "endless"])
-def test_bodies_longer_than_expected_are_refused(fault: str, s3_stub: S3Stub) -> None:
+def test_bodies_longer_than_expected_are_refused(fault: str, s3_stub: S3Server) -> None:
     store = make_store(s3_stub)
     store.put("k", [bytes(2**20)])
     reads: list[Callable[[], Any]] = [lambda: store.get("k"), lambda: store.get_versioned("k")]
@@ -136,12 +136,12 @@ def test_bodies_longer_than_expected_are_refused(fault: str, s3_stub: S3Stub) ->
             read()
 
 
-def test_a_longer_table_is_damage(s3_stub: S3Stub) -> None:
+def test_a_longer_table_is_damage(s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     url, options = place.url("run/step-1"), place.storage_options
     zarrckpt.save({"w": torch.arange(10.0)}, url, storage_options=options)
     table = next(name for name in s3_stub.objects if "checksums" in name and not name.endswith("zarr.json"))
-    s3_stub.objects[table].data += bytes(100)
+    s3_stub.put_object(table, s3_stub.objects[table].data + bytes(100))
     with pytest.raises(CorruptCheckpointError, match="checksums"):
         zarrckpt.load({"w": torch.zeros(10)}, url, storage_options=options)
 
@@ -156,7 +156,7 @@ OBJECT = "<Contents><Key>run/{:04}</Key><Size>1</Size><LastModified>2026-01-01T0
 
 
 @pytest.mark.parametrize("entries", [0, 1000])
-def test_listings_without_end_are_given_up(entries: int, s3_stub: S3Stub) -> None:
+def test_listings_without_end_are_given_up(entries: int, s3_stub: S3Server) -> None:
     store = make_store(s3_stub, timeout=1, retry_config={"retry_timeout": 1})
     s3_stub.faults.listing = TRUNCATED.format("".join(map(OBJECT.format, range(entries)))).encode()
     for request in (lambda: [*store.list()], store.list_dir):
@@ -175,7 +175,7 @@ NO_LISTINGS = {
 
 
 @pytest.mark.parametrize("answer", NO_LISTINGS)
-def test_an_answer_that_is_no_listing_is_no_empty_run(answer: str, s3_stub: S3Stub) -> None:
+def test_an_answer_that_is_no_listing_is_no_empty_run(answer: str, s3_stub: S3Server) -> None:
     place = s3_stub.bucket()
     url, options = place.url("run"), place.storage_options
     with zarrckpt.CheckpointManager(url, save_every=1, storage_options=options) as manager:
@@ -197,7 +197,7 @@ def test_an_answer_that_is_no_listing_is_no_empty_run(answer: str, s3_stub: S3St
 
 
 @pytest.mark.parametrize("piece", ["<Error>", "<StringToSign>", "<?xml ", "://a:", "<html>", "Bearer  "])
-def test_long_error_texts_are_cut_before_they_are_cleaned(piece: str, s3_stub: S3Stub) -> None:
+def test_long_error_texts_are_cut_before_they_are_cleaned(piece: str, s3_stub: S3Server) -> None:
     store = make_store(s3_stub, secret="a-secret-of-the-user")
     s3_stub.faults.refusal = f"{piece * 40_000}<Message>a-secret-of-the-user</Message>"
     with pytest.raises(StorageError) as caught:

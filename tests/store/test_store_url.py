@@ -19,11 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zarr
 from click.testing import CliRunner
+from harness.internals import StoreSpec, join_url, open_store
 
 import zarrckpt
-from zarrckpt import ZarrStorageReader, ZarrStorageWriter, testing
-from zarrckpt._errors import StorageError
-from zarrckpt._store import StoreSpec, join_url, open_store
+from zarrckpt import StorageError, ZarrStorageReader, ZarrStorageWriter, testing
 from zarrckpt._store._url import ParsedUrl, normalize, parse
 from zarrckpt.cli import main
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a socket for the benchmarks' S3 server: heads, bodies straight into their buffer, a limit of speed."""
+"""HTTP/1.1 over a socket for the tests' S3 server: heads, bodies directly into buffers, limited bandwidth."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import struct
 import time
 from collections.abc import Iterable
 
-from benchmarks.s3_objects import new_buffer
+from harness.s3_objects import new_buffer
 
 HEAD = 256 << 10
+TLS_HANDSHAKE = 0x16
+"""The first byte of a client that uses TLS."""
 STEP = 512 << 10
-"""What goes over a connection of limited speed between two naps, in bytes."""
+"""Bytes that are sent over a connection of limited bandwidth between two sleeps."""
 
 
 class Encrypted:
-    """A socket with TLS, called as one without: TLS knows no flags."""
+    """A socket with TLS. It ignores flags, which TLS does not support."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         self._tls = context.wrap_socket(connection, server_side=True)
@@ -40,9 +42,12 @@ class Wire:
         self._begin = self._end = 0
 
     def head(self) -> tuple[str, str, dict[str, str]] | None:
-        """Method, target and headers of the next request; None where the client hung up."""
+        """Return method, target and headers of the next request, or None if the client has closed the connection."""
         while (stop := self._buffer.find(b"\r\n\r\n", self._begin, self._end)) < 0:
             if not self._more():
+                return None
+            if self._buffer[self._begin] == TLS_HANDSHAKE:
+                self.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 return None
         lines = bytes(self._buffer[self._begin : stop]).decode("latin-1").split("\r\n")
         self._begin = stop + 4
@@ -61,16 +66,16 @@ class Wire:
         return got > 0
 
     def line(self) -> bytes:
-        """One line, without its end."""
+        """Return one line without its end."""
         while (stop := self._buffer.find(b"\r\n", self._begin, self._end)) < 0:
             if not self._more():
-                raise ConnectionError("the client hung up within a line")
+                raise ConnectionError("the client closed the connection within a line")
         found = bytes(self._buffer[self._begin : stop])
         self._begin = stop + 2
         return found
 
     def read_into(self, view: memoryview) -> None:
-        """Fill the view: first what came with the head, the rest straight from the socket."""
+        """Fill the view: first with what came with the head, then directly from the socket."""
         here = min(len(view), self._end - self._begin)
         view[:here] = self._buffer[self._begin : self._begin + here]
         self._begin += here
@@ -79,12 +84,12 @@ class Wire:
         while at < len(view):
             got = self.socket.recv_into(view[at : at + step], 0, socket.MSG_WAITALL)
             if not got:
-                raise ConnectionError("the client hung up within a body")
+                raise ConnectionError("the client closed the connection within a body")
             at += got
             self._nap(began, at)
 
     def body(self, headers: dict[str, str]) -> memoryview:
-        """The body of a request, without the framing of chunked transfer and of S3's aws-chunked."""
+        """Return the body of a request, without the framing of chunked transfer and of S3's aws-chunked."""
         signed = headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
         framed = signed or "aws-chunked" in headers.get("content-encoding", "")
         if headers.get("transfer-encoding", "").lower() == "chunked":
@@ -97,7 +102,7 @@ class Wire:
         return view
 
     def _unframe(self, size: int | None) -> memoryview:
-        """Chunks, each with its length before it, and trailers; into one buffer where the size is known."""
+        """Read chunks, each after its length, and trailers. Use one buffer if the size is known."""
         pieces, at = [new_buffer(size)] if size is not None else [], 0
         while length := int(self.line().partition(b";")[0], 16):
             if size is None:
@@ -111,24 +116,20 @@ class Wire:
             pass
         return pieces[0] if size is not None else memoryview(b"".join(pieces))
 
-    def send(self, head: bytes, views: Iterable[memoryview] = (), most: int | None = None) -> int:
-        """A head and a body; the body's bytes. Stops after ``most`` bytes of it, for the sake of a cut answer."""
+    def send(self, head: bytes, views: Iterable[memoryview] = ()) -> None:
+        """Send a head and a body."""
         views = list(views)
-        if sum(view.nbytes for view in views) < STEP and not self.rate and most is None:
-            self.socket.sendall(b"".join([head, *views]))
-            return sum(view.nbytes for view in views)
+        if sum(view.nbytes for view in views) < STEP and not self.rate:
+            return self.socket.sendall(b"".join([head, *views]))
         self.socket.sendall(head, socket.MSG_MORE if views else 0)
         began, sent = time.monotonic(), 0
         for view in views:
-            step = STEP if self.rate or most is not None else max(1, view.nbytes)
+            step = STEP if self.rate else max(1, view.nbytes)
             for at in range(0, view.nbytes, step):
-                if most is not None and sent >= most:
-                    return sent
                 piece = view[at : at + step]
                 self.socket.sendall(piece)
                 sent += piece.nbytes
                 self._nap(began, sent)
-        return sent
 
     def _nap(self, began: float, moved: int) -> None:
         if self.rate and (early := began + moved / self.rate - time.monotonic()) > 0:
@@ -141,7 +142,7 @@ class Wire:
 
 
 def _unframed(whole: memoryview) -> memoryview:
-    """aws-chunked data that is all here."""
+    """Return the body of aws-chunked data."""
     data, at = whole.tobytes(), 0
     pieces: list[bytes] = []
     while True:

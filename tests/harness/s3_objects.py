@@ -1,4 +1,4 @@
-"""What the benchmarks' S3 server keeps: buckets of objects in memory, multipart uploads, counts of what happened."""
+"""The objects of the tests' S3 server in memory, its multipart uploads, and its log of requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SMALL = 64 << 10
 
 
 class Memory:
-    """Lends memory for bodies, and lends it again once nobody has it any more. Safe for threads.
+    """Memory for bodies, which is used again after its last view has ended. Safe for threads.
 
-    New memory costs a virtual machine between nothing and several times the copy into it, depending on what was freed
-    there how long ago: whoever came first after a pause would pay for it.
+    On a virtual machine, new memory costs between nothing and several times the copy into it. That would disturb
+    measurements.
     """
 
     BLOCK = 256 << 20
@@ -32,10 +32,10 @@ class Memory:
         self._free: list[tuple[int, int, int]] = []
         """(block, begin, end), sorted."""
         self._returned: deque[tuple[int, int, int]] = deque()
-        """Not free yet: views may end at any moment, within one of the calls here too."""
+        """Not merged with the free ones yet. Views may end at any time, also within one of the calls here."""
 
     def lend(self, size: int) -> memoryview:
-        """Memory of that many bytes, with whatever is in it. It comes back when the last view of it is gone."""
+        """Return uninitialized memory of that many bytes. It is free again when its last view has ended."""
         need = -(-size // self.PAGE) * self.PAGE
         with self._lock:
             while self._returned:
@@ -74,24 +74,29 @@ _memory = Memory()
 
 
 def new_buffer(size: int) -> memoryview:
-    """Memory for a body of ``size`` bytes."""
+    """Return memory for a body of ``size`` bytes."""
     return memoryview(bytearray(size)) if size < SMALL else _memory.lend(size)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stored:
-    """One object: the parts as they arrived (never joined), its etag, and when it came."""
+    """One object: the parts as they arrived (never joined), its e-tag and generation, and the time of its put."""
 
     parts: tuple[memoryview, ...]
-    etag: str
+    e_tag: str
+    generation: int
     time: float = field(default_factory=time.time)
 
     @property
     def size(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.parts)
+
     def views(self, begin: int, end: int) -> list[memoryview]:
-        """The bytes from ``begin`` up to ``end``, as pieces of the parts."""
+        """Return the bytes from ``begin`` up to ``end``, as pieces of the parts."""
         found, at = [], 0
         for part in self.parts:
             low, high = max(begin - at, 0), min(end - at, part.nbytes)
@@ -102,66 +107,78 @@ class Stored:
 
 
 class Failed(Exception):
-    """An answer that is no success: HTTP status and S3's error code."""
+    """An error answer: HTTP status and S3's error code."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(status, code)
         self.status, self.code = status, code
 
 
-class Buckets:
-    """All objects by bucket and key. A bucket exists as soon as it is named. Safe for threads."""
+class Objects:
+    """All objects by bucket and key. Every bucket exists. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._buckets: dict[str, dict[str, Stored]] = {}
+        self.objects: dict[str, Stored] = {}
+        self.folders: set[str] = set()
+        """Names of all folders in which an object was ever stored."""
         self._uploads: dict[str, dict[int, Stored]] = {}
-        self._number = 0
+        self._number = 1000
 
-    def _next(self) -> int:
+    def _made(self, parts: tuple[memoryview, ...]) -> Stored:
         self._number += 1
-        return self._number
+        suffix = f"-{len(parts)}" if len(parts) > 1 else ""
+        return Stored(parts, f'"{self._number:032x}{suffix}"', self._number)
 
-    def names(self) -> list[str]:
+    def buckets(self) -> list[str]:
         with self._lock:
-            return sorted(self._buckets)
+            return sorted({path.partition("/")[0] for path in self.objects})
 
-    def get(self, bucket: str, key: str) -> Stored:
+    def get(self, path: str) -> Stored:
         with self._lock:
-            found = self._buckets.setdefault(bucket, {}).get(key)
+            found = self.objects.get(path)
         if found is None:
             raise Failed(404, "NoSuchKey")
         return found
 
     def put(
-        self, bucket: str, key: str, parts: tuple[memoryview, ...], create_only: bool = False, match: str | None = None
+        self,
+        path: str,
+        parts: tuple[memoryview, ...],
+        create_only: bool = False,
+        match: str | None = None,
+        generation: int | None = None,
     ) -> Stored:
-        """Store an object; with ``create_only`` only where there is none, with ``match`` only over that etag."""
+        """Store an object. Raise Failed if it exists (``create_only``), or is not of that e-tag or generation."""
         with self._lock:
-            objects = self._buckets.setdefault(bucket, {})
-            old = objects.get(key)
+            old = self.objects.get(path)
             if create_only and old is not None:
                 raise Failed(412, "PreconditionFailed")
             if match is not None and old is None:
                 raise Failed(404, "NoSuchKey")
-            if match is not None and old is not None and old.etag != match:
+            if match is not None and old is not None and old.e_tag != match:
                 raise Failed(412, "PreconditionFailed")
-            suffix = f"-{len(parts)}" if len(parts) > 1 else ""
-            objects[key] = Stored(parts, f'"{self._next():032x}{suffix}"')
-            return objects[key]
+            if generation is not None and (old is None or old.generation != generation):
+                raise Failed(412, "PreconditionFailed")
+            stored = self.objects[path] = self._made(parts)
+            names = path.split("/")
+            self.folders |= {f"{'/'.join(names[:depth])}/" for depth in range(1, len(names))}
+            return stored
 
-    def delete(self, bucket: str, key: str) -> None:
+    def delete(self, path: str) -> None:
         with self._lock:
-            self._buckets.setdefault(bucket, {}).pop(key, None)
+            self.objects.pop(path, None)
 
-    def keys(self, bucket: str, prefix: str) -> list[tuple[str, Stored]]:
+    def below(self, prefix: str) -> list[tuple[str, Stored]]:
+        """Return the objects whose path begins with a prefix, in order."""
         with self._lock:
-            found = [(key, item) for key, item in self._buckets.get(bucket, {}).items() if key.startswith(prefix)]
-        return sorted(found, key=lambda pair: pair[0])
+            found = [item for item in self.objects.items() if item[0].startswith(prefix)]
+        return sorted(found, key=lambda item: item[0])
 
     def begin_upload(self) -> str:
         with self._lock:
-            upload = f"upload-{self._next()}"
+            self._number += 1
+            upload = f"upload-{self._number}"
             self._uploads[upload] = {}
             return upload
 
@@ -169,17 +186,17 @@ class Buckets:
         with self._lock:
             if upload not in self._uploads:
                 raise Failed(404, "NoSuchUpload")
-            part = self._uploads[upload][number] = Stored((body,), f'"{self._next():032x}"')
+            part = self._uploads[upload][number] = self._made((body,))
             return part
 
-    def complete(self, bucket: str, key: str, upload: str, numbers: list[int], **conditions: Any) -> Stored:
+    def complete(self, path: str, upload: str, numbers: list[int], **conditions: Any) -> Stored:
         with self._lock:
             parts = self._uploads.get(upload)
         if parts is None:
             raise Failed(404, "NoSuchUpload")
         if not numbers or any(number not in parts for number in numbers):
             raise Failed(400, "InvalidPart")
-        stored = self.put(bucket, key, tuple(parts[number].parts[0] for number in numbers), **conditions)
+        stored = self.put(path, tuple(parts[number].parts[0] for number in numbers), **conditions)
         self.abort(upload)
         return stored
 
@@ -189,19 +206,19 @@ class Buckets:
 
 
 class Entry(NamedTuple):
-    """One request in the log: when it began and ended (seconds), what it was, body bytes in and out, the answer."""
+    """One request in the log: begin and end in seconds, kind and object, body bytes in and out, and status."""
 
     began: float
     ended: float
-    operation: str
-    key: str
+    kind: str
+    path: str
     bytes_in: int
     bytes_out: int
     status: int
 
 
 class Log:
-    """Every request since the last reset, and the most connections and requests that there were at one time."""
+    """All requests since the last reset, and the maxima of connections and requests at one time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -230,14 +247,14 @@ class Log:
             self.entries.append(entry)
 
     def stats(self) -> dict[str, Any]:
-        """Counts over the log, as the server's ``/-/stats`` gives them."""
+        """Return counts over the log."""
         deadline = time.monotonic() + 1
         while self.requests and time.monotonic() < deadline:
             time.sleep(0.001)  # a client has its answer a moment before the request is in the log
         with self._lock:
             entries = list(self.entries)
         return {
-            "requests": dict(Counter(entry.operation for entry in entries)),
+            "requests": dict(Counter(entry.kind for entry in entries)),
             "statuses": dict(Counter(str(entry.status) for entry in entries)),
             "bytes_in": sum(entry.bytes_in for entry in entries),
             "bytes_out": sum(entry.bytes_out for entry in entries),
@@ -248,7 +265,7 @@ class Log:
 
 
 def round_trips(entries: list[Entry]) -> int:
-    """The most requests of which each began after the one before had ended: how often somebody waited in line."""
+    """Return the maximum number of requests of which each began after the one before had ended."""
     count, last = 0, float("-inf")
     for entry in sorted(entries, key=lambda entry: entry.ended):
         if entry.began > last:
