@@ -98,6 +98,10 @@ class Difference:
         return not some and all(item.equal for item in self.tensors.values())
 
 
+_COUNTS = ("count", "unequal", "not_finite", "new_nan", "gone_nan", "common_nan", "beyond_rounding", "broken")
+"""The members of :class:`Sums` that are added when parts are joined."""
+
+
 @dataclass
 class Sums:
     """The difference of a part of two tensors. Sums are exact, so parts can be joined in any order."""
@@ -173,16 +177,7 @@ class Sums:
         self.apart += apart
 
     def join(self, other: Sums) -> None:
-        for name in (
-            "count",
-            "unequal",
-            "not_finite",
-            "new_nan",
-            "gone_nan",
-            "common_nan",
-            "beyond_rounding",
-            "broken",
-        ):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if not math.isnan(other.max_abs):
             sums = other.products, other.ones, other.others, other.apart

@@ -23,7 +23,7 @@ from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
 """The end of a root document's url, after the checkpoint's url."""
-ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
+PICKLE_HINT = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
 """Text for errors: the code with which a user saves values that are not data, or leaves them out."""
 FINDS_LAST = "finds_last"
 """Key in the saved state of a ZarrModelCheckpoint. Lightning's own ModelCheckpoint does not save it."""
@@ -75,7 +75,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save a checkpoint. Called on rank 0 only. Raises the errors of :func:`zarrckpt.save`."""
         checkpoint, url = with_plain_parameters(checkpoint), url_of(path)
-        refuse_objects(self.faults(checkpoint), ALLOW)
+        refuse_objects(self.faults(checkpoint), PICKLE_HINT)
         warn_of_last(checkpoint)
         prepare_local_path(url)
         self.save(checkpoint, url, run_metadata(checkpoint), no_dist=True, storage_options=storage_options)

@@ -18,7 +18,7 @@ from zarrckpt._inspect.differences import TensorDifference, wider
 from zarrckpt._inspect.info import CheckpointInfo
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.page.layout import Layouts
-from zarrckpt._inspect.page.values import Extreme, Look, look_at, look_at_both
+from zarrckpt._inspect.page.values import Extreme, Look, look_at
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import value_text
@@ -64,9 +64,11 @@ class PageNumbers:
 def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
     """Read all tensors of the sides once, and compare the tensors in ``same``, whose numbers can be compared."""
     both = set(same)
-    rest = [[fqn for fqn in side.tensors if fqn not in both] for side in sides]
-    amounts = [sum(wider(sides[0].catalog, sides[1].catalog, fqn).nbytes for fqn in same)]
-    amounts += [sum(side.tensors[fqn].nbytes for fqn in names) for side, names in zip(sides, rest, strict=True)]
+    groups = [([*range(len(sides))], [*same])]
+    groups += [([number], [fqn for fqn in side.tensors if fqn not in both]) for number, side in enumerate(sides)]
+    amounts = [
+        sum(wider(sides[own[0]].catalog, sides[own[-1]].catalog, fqn).nbytes for fqn in fqns) for own, fqns in groups
+    ]
 
     def part(number: int) -> Progress | None:
         if progress is None:
@@ -76,10 +78,11 @@ def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | 
 
     found: list[dict[str, Look]] = [{} for _ in sides]
     differences: dict[str, TensorDifference] = {}
-    if same:
-        found[0], found[1], differences = look_at_both(sides[0].catalog, sides[1].catalog, list(same), part(0))
-    for number, (side, names) in enumerate(zip(sides, rest, strict=True)):
-        found[number] |= look_at(side.catalog, names, part(number + 1))
+    for number, (own, fqns) in enumerate(groups):
+        looks, differing = look_at([sides[side].catalog for side in own], fqns, part(number))
+        differences |= differing
+        for side, known in zip(own, looks, strict=True):
+            found[side] |= known
     return PageNumbers(tuple(found), differences)
 
 
