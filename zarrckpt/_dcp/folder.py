@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zarrckpt._dcp.metadata_pickle import check_metadata, decode_metadata, paths_of
+from zarrckpt._dcp.metadata_pickle import check_metadata, decode_metadata, read_paths
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -178,7 +178,7 @@ def _read_metadata(path: Path, allow_pickle: bool) -> tuple[Metadata, dict[str, 
         else:
             found = decode_metadata(read_regular(str(path / METADATA)))
         metadata = check_metadata(found)
-        return metadata, paths_of(metadata)
+        return metadata, read_paths(metadata)
     except (UnsafeValueError, OSError):
         raise
     except Exception as err:  # Parsers raise any error for damaged input.

@@ -214,7 +214,7 @@ def check_metadata(found: object) -> Metadata:
     return found
 
 
-def paths_of(metadata: Metadata) -> dict[str, StatePath]:
+def read_paths(metadata: Metadata) -> dict[str, StatePath]:
     """Return the path of each entry in the saved state dict, by fqn. Raises ValueError."""
     known = getattr(metadata, "planner_data", None)
     nested: Mapping[Any, Any] = known if isinstance(known, Mapping) else {}

@@ -13,7 +13,7 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._inspect.exact import Exact, NumberArray, Scaled, dot, dot_integers, root, scale
-from zarrckpt._inspect.stats import as_reals, blocks, by_chunks, doubles, position_in, read_part
+from zarrckpt._inspect.stats import blocks, doubles, map_chunks, position_in, read_part, to_reals
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -136,7 +136,7 @@ class Sums:
         self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
         indices = None
         if one.dtype.kind in "biu":
-            apart, rel, sums = _compare_integers(as_reals(one), as_reals(other))
+            apart, rel, sums = _compare_integers(to_reals(one), to_reals(other))
         else:
             a, b = _vector(one), _vector(other)
             if (indices := self._finite_indices(a, b, unequal)) is not None:
@@ -218,7 +218,7 @@ def tensor_sums(one: Catalog, other: Catalog, fqns: Iterable[str], progress: Pro
         return sums
 
     found = {fqn: Sums() for fqn in fqns}
-    for fqn, sums in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in found}, look, progress):
+    for fqn, sums in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in found}, look, progress):
         found[fqn].join(sums)
     return found
 
@@ -252,7 +252,7 @@ def comparable(one: ArrayNode, other: ArrayNode) -> bool:
     return one.grid.shape == other.grid.shape and (a == b or (a.kind == b.kind and a.kind in ("float", "complex")))
 
 
-def wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
+def choose_wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
     """Return the tensor with the larger elements, or the first one if they are equally large."""
     nodes = one.root.tensors[fqn], other.root.tensors[fqn]
     return max(nodes, key=lambda node: node.dtype.itemsize)

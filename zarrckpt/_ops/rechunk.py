@@ -62,7 +62,7 @@ def _reading_bytes(store: Store, node: ArrayNode) -> int:
     return min(node.grid.subchunks_per_chunk * one, max(one, READ_BYTES)) + unpacking_bytes(node)
 
 
-def writers_of(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def choose_writers(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the writer of each chunk of a copy: the rank that wrote most of its elements in the source.
 
     ``writers`` has the shape of the source's chunk grid, the result has the shape of the copy's. If ranks wrote equally

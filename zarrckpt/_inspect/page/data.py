@@ -14,11 +14,11 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.root import BlobEntry
-from zarrckpt._inspect.differences import TensorDifference, wider
+from zarrckpt._inspect.differences import TensorDifference, choose_wider
 from zarrckpt._inspect.info import CheckpointInfo
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.page.layout import Layouts
-from zarrckpt._inspect.page.values import Extreme, Look, look_at
+from zarrckpt._inspect.page.values import Extreme, PageStats, read_stats
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import value_text
@@ -52,7 +52,7 @@ class Side:
 class PageNumbers:
     """The statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
-    looks: tuple[dict[str, Look], ...]
+    looks: tuple[dict[str, PageStats], ...]
     differences: Mapping[str, TensorDifference]
 
     def is_broken(self, fqn: str) -> bool:
@@ -61,13 +61,14 @@ class PageNumbers:
         return any(look.stats.nan or look.stats.inf for look in looks)
 
 
-def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
+def read_numbers(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
     """Read all tensors of the sides once, and compare the tensors in ``same``, whose numbers can be compared."""
     both = set(same)
     groups = [([*range(len(sides))], [*same])]
     groups += [([number], [fqn for fqn in side.tensors if fqn not in both]) for number, side in enumerate(sides)]
+    catalogs = [side.catalog for side in sides]
     amounts = [
-        sum(wider(sides[own[0]].catalog, sides[own[-1]].catalog, fqn).nbytes for fqn in fqns) for own, fqns in groups
+        sum(choose_wider(catalogs[own[0]], catalogs[own[-1]], fqn).nbytes for fqn in fqns) for own, fqns in groups
     ]
 
     def part(number: int) -> Progress | None:
@@ -76,10 +77,10 @@ def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | 
         before, total = sum(amounts[:number]), sum(amounts)
         return lambda done, _: progress(before + done, total)
 
-    found: list[dict[str, Look]] = [{} for _ in sides]
+    found: list[dict[str, PageStats]] = [{} for _ in sides]
     differences: dict[str, TensorDifference] = {}
     for number, (own, fqns) in enumerate(groups):
-        looks, differing = look_at([sides[side].catalog for side in own], fqns, part(number))
+        looks, differing = read_stats([catalogs[side] for side in own], fqns, part(number))
         differences |= differing
         for side, known in zip(own, looks, strict=True):
             found[side] |= known
@@ -133,7 +134,7 @@ def _tensor_json(
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1
     # If two tensors were compared, their chunks with NaN and inf are numbered by the grid of the wider one.
-    counted = wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
+    counted = choose_wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
     looks: list[Json | None] = []
     for number, node in enumerate(nodes):
         look = found.looks[number].get(fqn) if found is not None else None
@@ -163,7 +164,7 @@ def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
     return True if equal else False if one.compression is None else None
 
 
-def _look_json(look: Look, *, with_chunks: bool) -> Json:
+def _look_json(look: PageStats, *, with_chunks: bool) -> Json:
     found: Json = {"stats": [_number(value) for value in dataclasses.astuple(look.stats)]}
     if look.histogram is not None:
         found["histogram"] = _histogram(look.histogram)
@@ -183,7 +184,7 @@ def _histogram(found: Histogram) -> list[Any]:
     return [found.exponent, found.first, found.counts.tolist()]
 
 
-def _extreme(item: Extreme, look: Look) -> list[Any]:
+def _extreme(item: Extreme, look: PageStats) -> list[Any]:
     value, position = item
     sigma = look.sigmas.get(value)
     return [_number(value), position, sigma if sigma is None else round(sigma, 4)]

@@ -11,10 +11,10 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.differences import Sums, TensorDifference, dtypes_of, wider
+from zarrckpt._inspect.differences import Sums, TensorDifference, choose_wider, dtypes_of
 from zarrckpt._inspect.exact import NumberArray
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import Moments, TensorStats, as_reals, blocks, by_chunks, position_in, read_part
+from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -35,7 +35,7 @@ Extreme = tuple[float, Ints]
 
 
 @dataclass(frozen=True)
-class Look:
+class PageStats:
     """The statistics of one tensor on a page. For complex numbers, those of their absolute values."""
 
     stats: TensorStats
@@ -69,7 +69,7 @@ class TensorGatherer:
         self._broken: dict[int, tuple[int, Ints]] = {}
 
     def take(self, values: NumberArray, begin: int, box: Box) -> None:
-        """Add elements of a box, as :func:`as_reals` returns them.
+        """Add elements of a box, as :func:`to_reals` returns them.
 
         ``begin`` is the number of the first element in the box, in C order.
         """
@@ -106,15 +106,15 @@ class TensorGatherer:
         """Whether all elements of the tensor were added."""
         return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
 
-    def look(self) -> Look:
+    def look(self) -> PageStats:
         """Return the statistics."""
         stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
         counts = {chunk: count for chunk, (count, _) in broken.items()}
         first = next((position for _, position in broken.values()), None)
         fine = self._histogram
         if fine is None:
-            return Look(stats, broken=counts, first_broken=first)
-        return Look(
+            return PageStats(stats, broken=counts, first_broken=first)
+        return PageStats(
             stats,
             fine.within(SHOWN_BINS),
             fine.bulk(_TAIL, SHOWN_BINS),
@@ -160,16 +160,16 @@ def _extremes_of(
 
 
 class _Gatherers:
-    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its Look."""
+    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its statistics."""
 
     def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._open: dict[str, TensorGatherer] = {}
-        self.looks: dict[str, Look] = {}
+        self.looks: dict[str, PageStats] = {}
         for fqn in fqns:
             if not self._node(fqn).nbytes:
-                self.looks[fqn] = Look(TensorStats())
+                self.looks[fqn] = PageStats(TensorStats())
 
     def _node(self, fqn: str) -> ArrayNode:
         return self._catalog.root.tensors[fqn]
@@ -185,13 +185,13 @@ class _Gatherers:
                 self.looks[fqn] = self._open.pop(fqn).look()
 
 
-def look_at(
+def read_stats(
     catalogs: Sequence[Catalog], fqns: Sequence[str], progress: Progress | None
-) -> tuple[list[dict[str, Look]], dict[str, TensorDifference]]:
+) -> tuple[list[dict[str, PageStats]], dict[str, TensorDifference]]:
     """Compute the statistics of tensors of one checkpoint, or of two, then with their differences.
 
     Each tensor is read once, in bounded memory. Elements that are NaN or inf are counted by the chunks of the
-    :func:`wider` tensor, for both checkpoints. Errors as in ``read``.
+    wider tensor, for both checkpoints. Errors as in ``read``.
     """
     one, other = catalogs[0], catalogs[-1]
     gatherers = [_Gatherers(catalog, fqns) for catalog in catalogs]
@@ -203,13 +203,13 @@ def look_at(
             if len(catalogs) > 1:
                 found.add(same[0], same[1], begin, box)
             for part, block in zip(parts, same, strict=True):
-                part.take(as_reals(block), begin, box)
+                part.take(to_reals(block), begin, box)
             begin += len(same[0])
         for gatherer, part in zip(gatherers, parts, strict=True):
             gatherer.add(fqn, part)
         return found
 
-    for fqn, part in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in fqns}, look, progress):
+    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in fqns}, look, progress):
         sums[fqn].join(part)
     compared = sums if len(catalogs) > 1 else {}
     differences = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in compared.items()}
