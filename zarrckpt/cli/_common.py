@@ -43,10 +43,12 @@ def _store_option(name: str, *letters: str, help_text: str) -> Callable[[F], F]:
     )
 
 
-def store_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
-    """Add ``--storage-option``, for commands that open a url."""
+def url_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
+    """Add ``--json`` and ``--storage-option``, for commands that open a url."""
+    json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
     text = f"An option of the store, as in storage_options= (repeatable), for example {letters[0]} "
-    return _store_option("--storage-option", *letters, help_text=f"{text}endpoint_url=http://localhost:9000")(command)
+    text += "endpoint_url=http://localhost:9000"
+    return json_option(_store_option("--storage-option", *letters, help_text=text)(command))
 
 
 def target_options(command: F, help_text: str = "An option of B's store (-o is for A's).") -> F:
@@ -60,7 +62,6 @@ portable_option = click.option(
     is_flag=True,
     help="Store bfloat16 and float8 as unsigned integers, for readers that know neither.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
 def header_option(command: F) -> F:
