@@ -62,7 +62,7 @@ class Coordinator:
         self._source = source
         self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._unpin_source)
-        self.greatest = -1
+        self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
         self._released = False
         """Whether this job has deleted the pin of the checkpoint from which the run began."""
@@ -105,9 +105,9 @@ class Coordinator:
             return Chosen("", self._pin_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
         if rewind:
             self._remove_after(chosen, steps, progressed)
-        elif chosen.step < self.greatest:
+        elif chosen.step < self.newest_step:
             warn(
-                f"the run {url} continues from step {chosen.step}, but has a checkpoint of step {self.greatest}: "
+                f"the run {url} continues from step {chosen.step}, but has a checkpoint of step {self.newest_step}: "
                 "saves up to that step are refused. restore(..., rewind=True) removes the later checkpoints"
             )
         others = any(steps[name] == chosen.step for name in steps.keys() - {chosen.name, *unreadable})
@@ -136,7 +136,7 @@ class Coordinator:
     def _take(
         self, stored: RunRecord | None, chosen: Found | None, steps: Mapping[str, int], newest: Found | None
     ) -> None:
-        self.greatest = -1 if newest is None else newest.step
+        self.newest_step = -1 if newest is None else newest.step
         if self.ownership.taken:
             return
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
@@ -164,7 +164,7 @@ class Coordinator:
                 remove_all(self.spec.child(name).open(), left)
                 with self.retention.known() as known:
                     known.forget(name)
-        self.greatest = chosen.step
+        self.newest_step = chosen.step
 
     # -- the checkpoint of another run from which this run begins
 
@@ -227,10 +227,10 @@ class RunSave:
         """
         run, url = self.coordinator, self.coordinator.spec.url
         run.check_ownership()
-        if self.step <= run.greatest:
+        if self.step <= run.newest_step:
             raise CheckpointExistsError(
-                f"the run {url} has a checkpoint of step {run.greatest}, so step {self.step} is not saved. To continue "
-                "from an earlier step: restore(state, step=..., rewind=True). For a new run, use another url"
+                f"the run {url} has a checkpoint of step {run.newest_step}, so step {self.step} is not saved. To "
+                "continue from an earlier step: restore(state, step=..., rewind=True). For a new run, use another url"
             )
         with run.retention.known() as known:
             text = known.check_metric(url, self.step, self.metadata_of_step) if self.check_metric else ""
@@ -259,7 +259,7 @@ class RunSave:
             raise RunTakenOverError(f"{err}. {url} was committed but may lack objects: zarrckpt verify {url}") from err
         except StorageError:
             pass  # The checkpoint is committed, and the next save checks again.
-        run.greatest = self.step
+        run.newest_step = self.step
         run.ownership.note_commit()
         run.retention.note_commit(self.name, self.step, self.metadata_of_step)
 

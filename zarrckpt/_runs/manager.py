@@ -352,7 +352,7 @@ class CheckpointManager:
         more for the first checkpoint of a run.
         """
         given = StepState(self._checked_step(step), state, metrics, metadata)
-        self._steps.refuse_below(self._steps.last, given.step)
+        self._steps.refuse_earlier(given.step)
         future = self._saver.save(given)
         self._steps.note_save(given.step)
         return future

@@ -18,7 +18,7 @@ class StepSequence:
     def begin(self, step: int) -> None:
         """Begin a step. Raises ValueError if it is not greater than the last one, unless that has not ended."""
         again = step == self.last > self._done
-        self.refuse_below(self.last + (not again), step)
+        _refuse_below(self.last + (not again), step)
         if not again:
             self._before, self.last = self.last, step
 
@@ -39,11 +39,14 @@ class StepSequence:
         """Continue after a restored step, or anew for None."""
         self.last = self._before = self._done = -1 if step is None else step
 
-    @staticmethod
-    def refuse_below(minimum: int, step: int) -> None:
-        """Raise ValueError if a step is below a minimum or negative."""
-        if step < max(minimum, 0):
-            raise ValueError(
-                f"step must be at least {max(minimum, 0)}, got {step}, because steps must ascend. To return to an "
-                "earlier step: restore(state, step=..., rewind=True)"
-            )
+    def refuse_earlier(self, step: int) -> None:
+        """Raise ValueError if a step is less than the last one."""
+        _refuse_below(self.last, step)
+
+
+def _refuse_below(minimum: int, step: int) -> None:
+    if step < max(minimum, 0):
+        raise ValueError(
+            f"step must be at least {max(minimum, 0)}, got {step}, because steps must ascend. To return to an earlier "
+            "step: restore(state, step=..., rewind=True)"
+        )
