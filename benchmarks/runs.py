@@ -19,7 +19,7 @@ GROUP = "runs"
 RANKS = 4
 STEPS = 20_000
 SAVES = 4
-"""Saves per round. If only the newest checkpoint is kept, each save makes one superfluous."""
+"""Saves per round. If only the newest checkpoint is kept, each save makes one expire."""
 
 
 def run(options: Options) -> Results:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import zarrckpt
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.page.layout import runs
+from zarrckpt._inspect.page.layout import sequences
 from zarrckpt.cli import main
 
 STATS = ("count", "nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
@@ -68,8 +68,8 @@ class Page(HTMLParser):
         return found
 
 
-def decoded(chunk_runs: list[list[int]]) -> list[int]:
-    return [first + i * step for first, step, count in chunk_runs for i in range(count)]
+def decoded(sequences: list[list[int]]) -> list[int]:
+    return [first + i * step for first, step, count in sequences for i in range(count)]
 
 
 def counted(values: np.ndarray[Any, Any], histogram: list[Any]) -> list[int]:
@@ -116,9 +116,9 @@ def test_fewer_bins_have_the_same_numbers(values: list[float], most: int) -> Non
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))
-def test_runs_are_what_they_stand_for(ranks: list[int]) -> None:
-    found = runs(np.array(ranks, "u4"))
-    assert found is not None and decoded([[*run] for run in found]) == ranks
+def test_sequences_of_ranks_decode_to_the_ranks(ranks: list[int]) -> None:
+    found = sequences(np.array(ranks, "u4"))
+    assert found is not None and decoded([[*one] for one in found]) == ranks
 
 
 # -- numbers

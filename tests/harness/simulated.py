@@ -264,7 +264,7 @@ def _world() -> World:
 
 @contextlib.contextmanager
 def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Replace ``_dcp.channel.pieces_connected``."""
+    """Replace ``_dcp.channel.connect_pieces``."""
     if name is None:
         yield None
         return
@@ -408,7 +408,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Replace everything that needs a process group, in every module that imports it, for the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "pieces_connected": _connected}
+    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "connect_pieces": _connected}
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [

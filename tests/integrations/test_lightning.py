@@ -96,7 +96,7 @@ def test_a_killed_run_on_s3_resumes_from_last_bit_for_bit(
     assert printed["best"] == f"{moto_bucket.url('run')}/epoch=2-step=12.ckpt"
 
 
-def test_all_that_lightning_keeps_comes_back_and_superfluous_checkpoints_go(tmp_path: Path) -> None:
+def test_lightning_state_comes_back_and_expired_ones_go(tmp_path: Path) -> None:
     run, env = str(tmp_path / "run"), {}
     (whole,) = fit(1, env, folder=str(tmp_path / "whole"), top_k=2)
     (first,) = fit(1, env, folder=run, epochs=2, top_k=2, resume="last")

@@ -53,7 +53,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrSavePlanner, ZarrStorageWriter
-from zarrckpt._dcp.channel import ChannelName, pieces_connected
+from zarrckpt._dcp.channel import ChannelName, connect_pieces
 from zarrckpt._ranks.mesh import connect_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -556,7 +556,7 @@ def _leave_at_once(how: str, slow: int) -> str:
     ):
         try:
             if how == "dcp":
-                with contextlib.suppress(Injected), pieces_connected(ChannelName("left-at-once", ALL)):
+                with contextlib.suppress(Injected), connect_pieces(ChannelName("left-at-once", ALL)):
                     if dist.get_rank() == 1:
                         raise Injected
             else:

@@ -80,12 +80,12 @@ def import_checkpoint(
         paths, leaf = _source(path, allow_pickle)
     except OSError as err:
         raise StorageError(f"reading {err.filename or path} failed: {err.strerror or err}") from err
-    wanted = select(paths, keys, str(path)) if keys else [*paths]
+    selected = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []
-    entries = {fqn: leaf(fqn) for fqn in wanted}
-    named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
-    flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
-    if len(flat) < len(wanted):
+    entries = {fqn: leaf(fqn) for fqn in selected}
+    named = {fqn: _path_with(above, paths[fqn]) for fqn in selected}
+    flat = {named[fqn].fqn: entries[fqn] for fqn in selected}
+    if len(flat) < len(selected):
         raise CorruptCheckpointError(f"{path} has two entries with one name")
     request = SaveRequest.from_arguments(
         url,
@@ -147,12 +147,12 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     files = {name for name in present if name.endswith(SAFETENSORS_SUFFIX)}
     _refuse_gaps(folder, files)
-    wanted: dict[str, str] = {}
+    file_by_tensor: dict[str, str] = {}
     for name in sorted(path.name for path in folder.glob("*.index*.json")):
         for key, file in _read_index(folder, name, present).items():
-            if wanted.setdefault(key, file) != file:
+            if file_by_tensor.setdefault(key, file) != file:
                 raise CorruptCheckpointError(f"{folder / name} and another index in the folder list a tensor {key!r}")
-    names = sorted({*wanted.values()} if wanted else files)
+    names = sorted({*file_by_tensor.values()} if file_by_tensor else files)
     if not names:
         raise CheckpointNotFoundError(
             f"{folder} has neither safetensors files nor DCP's {_DCP_METADATA}{_hint_for(folder)}"
@@ -160,11 +160,11 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in names:
         for key, tensor in _safetensors(folder / name).items():
-            if not wanted or wanted.get(key) == name:
+            if not file_by_tensor or file_by_tensor.get(key) == name:
                 if key in found:
                     raise CorruptCheckpointError(f"two files in {folder} have a tensor {key!r}")
                 found[key] = tensor
-    missing = sorted({*wanted} - {*found})
+    missing = sorted({*file_by_tensor} - {*found})
     if missing:
         raise CorruptCheckpointError(f"the index in {folder} lists tensors that no file has: {missing[:3]}")
     return found

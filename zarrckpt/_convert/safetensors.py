@@ -112,8 +112,8 @@ def to_safetensors(
     tally, overflowed = ByteCounter(total, progress), Counter[str]()
     with new_files(folder, overwrite=overwrite, replaces=replaces) as new:
         for name, fqns in files.items():
-            wanted = {fqn: tensors[fqn] for fqn in fqns}
-            overflowed += _write(catalog, os.path.join(new, name), names, wanted, max_inflight_bytes, tally)
+            own = {fqn: tensors[fqn] for fqn in fqns}
+            overflowed += _write(catalog, os.path.join(new, name), names, own, max_inflight_bytes, tally)
         if len(files) > 1:
             weight_map = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
             document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -83,7 +83,7 @@ def forget_channels() -> None:
 
 
 @contextlib.contextmanager
-def pieces_connected(name: ChannelName | None) -> Iterator[Pieces | None]:
+def connect_pieces(name: ChannelName | None) -> Iterator[Pieces | None]:
     """Connect the ranks for a block, or yield None without a name. An error closes the connections. Raises PeerLost."""
     if name is None:
         yield None

@@ -188,10 +188,10 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
     if not overwrite:
         refuse_existing([target])
     if not os.path.isdir(target):
-        raise StorageError(f"{target} is no folder; nothing was written")
+        raise StorageError(f"{target} is not a folder, so nothing was written")
     foreign = [name for name in names if name != METADATA and not name.endswith(DISTCP_SUFFIX)]
     if foreign:
-        raise StorageError(f"{target} holds {foreign[0]!r}, which is no file of DCP; nothing was written")
+        raise StorageError(f"{target} has {foreign[0]!r}, which is not a file of DCP, so nothing was written")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zarrckpt._dcp.metadata_pickle import check_metadata, decode_metadata, paths_of
+from zarrckpt._dcp.metadata_pickle import check_metadata, decode_metadata, read_paths
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -122,7 +122,9 @@ class DcpFolder:
             last = fake.storage_offset() + sum((size - 1) * stride for size, stride in steps)
             nbytes = (last + 1) * fake.itemsize if fake.numel() else 0
             if begin + nbytes > info.offset + info.length:
-                raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
+                raise ValueError(
+                    f"{nbytes} bytes from {begin} on, expected at most {info.offset + info.length - begin}"
+                )
             # The bytes can be unaligned, which torch supports.
             memory = self._file(info.relative_path)[begin : begin + nbytes]
             empty = torch.empty(0, dtype=fake.dtype, device="cpu")
@@ -134,7 +136,7 @@ class DcpFolder:
         where = f"{fqn!r}" if index.offset is None else f"the piece of {fqn!r} at {tuple(index.offset)}"
         info: Any = (self._metadata.storage_data or {}).get(index)
         if info is None:
-            raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {where} is")
+            raise CorruptCheckpointError(f"{self._path / METADATA} has no location of {where}")
         if info.transform_descriptors:
             raise UnsupportedFormatError(
                 f"{where} in {self._path} was transformed ({', '.join(info.transform_descriptors)}): load it with "
@@ -142,26 +144,28 @@ class DcpFolder:
             )
         try:
             if info.offset + info.length > self._file(info.relative_path).nbytes():
-                raise ValueError(f"bytes {info.offset} to {info.offset + info.length} are not there")
+                raise ValueError(f"the file ends before byte {info.offset + info.length}")
             with io.FileIO(self._path / info.relative_path) as file:
                 view = io.BufferedReader(_FilePart(file, info.offset, info.length))
                 if view.read(len(ARCHIVE)) != ARCHIVE:
-                    raise ValueError("no archive of torch.save")
+                    raise ValueError("expected an archive of torch.save")
                 view.seek(0)
                 yield view, info
         except CheckpointError:
             raise
-        except Exception as err:  # a parser on any input
+        except Exception as err:  # Parsers raise any error for damaged input.
             raise CorruptCheckpointError(
-                f"{where} in {self._path / info.relative_path} is not what was saved: {type(err).__name__}: {err}"
+                f"{where} in {self._path / info.relative_path} is damaged: {type(err).__name__}: {err}"
             ) from err
 
     def _file(self, name: str) -> torch.UntypedStorage:
-        """One of the folder's files, mapped."""
+        """Map one of the folder's files into memory."""
         if name not in self._files:
             path = self._path / name
             if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
-                raise CorruptCheckpointError(f"{self._path / METADATA} names {name!r}, which is no file of the folder")
+                raise CorruptCheckpointError(
+                    f"{self._path / METADATA} lists {name!r}, which is not a file in the folder"
+                )
             storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
             self._files[name] = storage
         return self._files[name]
@@ -174,10 +178,10 @@ def _read_metadata(path: Path, allow_pickle: bool) -> tuple[Metadata, dict[str, 
         else:
             found = decode_metadata(read_regular(str(path / METADATA)))
         metadata = check_metadata(found)
-        return metadata, paths_of(metadata)
+        return metadata, read_paths(metadata)
     except (UnsafeValueError, OSError):
         raise
-    except Exception as err:  # a parser on any input
+    except Exception as err:  # Parsers raise any error for damaged input.
         raise CorruptCheckpointError(
-            f"{path / METADATA} is no metadata of torch.distributed.checkpoint: {type(err).__name__}: {err!s:.200}"
+            f"{path / METADATA} is not metadata of torch.distributed.checkpoint: {type(err).__name__}: {err!s:.200}"
         ) from err

@@ -62,7 +62,7 @@ def check_item(item: WriteItem) -> None:
         raise UnsupportedValueError(f"{item.index.fqn!r}: {err}") from err
 
 
-def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
+def restore_omitted_plans(plans: list[SavePlan]) -> list[SavePlan]:
     """Return the plans of all ranks after the planner's global step, including those that DCP's plan cache omits.
 
     Ranks always send whole plans, because our writer clears the cache of sent plans. But the cache also replaces
@@ -84,7 +84,7 @@ def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
     return found[0]
 
 
-def descriptions_of(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[dict[ReplicaPart, bytes]]]:
+def describe_states(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[dict[ReplicaPart, bytes]]]:
     """Return the descriptions of all ranks' states, and the digests of each rank's parts."""
     facts: list[Facts] = [plan.storage_data for plan in plans]
     # A planner removes all replicas but one, and can also remove or add other items. So items are compared by index.
@@ -151,7 +151,7 @@ def item_box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def notes_of(plan: SavePlan, planner: DefaultSavePlanner) -> Notes:
+def make_notes(plan: SavePlan, planner: DefaultSavePlanner) -> Notes:
     """Return digests and other notes of a plan's items. Copies at most 64 KiB of each tensor to the host."""
     found = {item.index: planner.lookup_object(item.index) for item in plan.items}
     digests = {index: content_digest(index.fqn, value) for index, value in found.items()}

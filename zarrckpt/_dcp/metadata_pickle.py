@@ -1,38 +1,30 @@
 """Decode the ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), which is a pickle, without pickle.
 
 Python's unpickler is unsafe even if it is restricted to some classes: it sets attributes of these classes, allocates
-as much memory as a file claims, and can hash or print nested tuples for hours. The decoder here supports the opcodes
-and classes that DCP writes. It calls none of the classes. The file size bounds its work and memory.
+as much memory as a file claims, and can hash or print nested tuples for hours. The decoder here is the one that pickle
+has in Python, with only the opcodes and classes that DCP writes. It calls none of the classes. The file size bounds its
+work and memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pickletools
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from zarrckpt._errors import UnsafeValueError
 from zarrckpt._format.state_path import CONTAINERS, StatePath, is_key, is_unicode
 from zarrckpt._format.torch_archives import MAX_FILE_DEPTH
 
 MAX_METADATA_BYTES = 1 << 30
-_MAX_STACK = 1 << 17
-"""Objects on the decoder's stack. A pickler writes lists and dicts in portions of 1000 items."""
 _WORK_PER_BYTE = 16
 _MAX_DIMENSIONS = 1000
-_MAX_KEY_PARTS = 100
 
 
 @dataclasses.dataclass
@@ -46,8 +38,8 @@ class FilePart:
 
 
 _RECORDS: tuple[Any, ...] = (
-    *(BytesStorageMetadata, ChunkStorageMetadata, FilePart, Metadata, MetadataIndex, StorageMeta),
-    *(TensorProperties, TensorStorageMetadata),
+    *(dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, FilePart, Metadata, MetadataIndex, dcp.StorageMeta),
+    *(TensorProperties, dcp.TensorStorageMetadata),
 )
 _FIELDS = {record: {field.name for field in dataclasses.fields(record)} for record in _RECORDS}
 
@@ -74,7 +66,7 @@ def decode_metadata(data: bytes) -> Any:
     """
     if len(data) > MAX_METADATA_BYTES:
         raise ValueError(f"{len(data)} bytes, expected at most {MAX_METADATA_BYTES}")
-    return _Decoder(len(data)).decode(data)
+    return _Decoder(data).load()
 
 
 class _Global:
@@ -86,88 +78,21 @@ class _Global:
         self.make = make
 
 
-class _Decoder:
-    """The stack machine that interprets a pickle."""
+class _Decoder(pickle._Unpickler):
+    """Python's decoder of pickles, without the opcodes that DCP does not write."""
 
-    def __init__(self, size: int) -> None:
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
-        self._work_left = size * _WORK_PER_BYTE
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
-    def decode(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
-            if name in _PUSHED:
-                self._stack.append(argument)
-            elif (step := _OPCODES.get(name)) is not None:
-                step(self, argument)
-            elif name == "STOP":
-                return self._stack.pop()
-            elif name not in ("PROTO", "FRAME"):
-                raise ValueError(f"opcode {name} is not supported, because DCP does not write it")
-            if len(self._stack) > _MAX_STACK:
-                raise ValueError(f"more than {_MAX_STACK} objects on the stack")
-        raise ValueError("it does not end")
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._work_left = len(data) * _WORK_PER_BYTE
 
-    def constant(self, make: Callable[[], Any]) -> None:
-        self._stack.append(make())
-
-    def mark(self, _: Any) -> None:
-        self._marks.append(len(self._stack))
-
-    def _above_mark(self) -> list[Any]:
-        begin = self._marks.pop()
-        items = self._stack[begin:]
-        del self._stack[begin:]
-        return items
-
-    def tuple_of(self, count: int | None) -> None:
-        items = self._above_mark() if count is None else [self._stack.pop() for _ in range(count)][::-1]
-        self._stack.append(tuple(items))
-
-    def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise ValueError(f"items for a {type(target).__name__}")
-        target += items
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not dict or len(items) % 2:
-            raise ValueError(f"keys and values for a {type(target).__name__}")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            is_index = type(key) is MetadataIndex and _is_index(key)
-            if type(key) not in (str, int) and not is_index:
-                raise ValueError(f"a {type(key).__name__} as a key")
-            target[key] = value
-
-    def one_item(self, _: Any) -> None:
-        self.append([self._stack.pop()])
-
-    def items(self, _: Any) -> None:
-        self.append(self._above_mark())
-
-    def one_pair(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self.set_items([key, value])
-
-    def pairs(self, _: Any) -> None:
-        self.set_items(self._above_mark())
-
-    def memoize(self, number: int | None) -> None:
-        self._memo[len(self._memo) if number is None else number] = self._stack[-1]
-
-    def recall(self, number: int) -> None:
-        self._stack.append(self._memo[number])
-
-    def find(self, names: str | None) -> None:
-        """Push a class or function with this module and name, or the dtype with this name."""
-        module, name = (self._stack.pop(-2), self._stack.pop()) if names is None else names.split(" ", 1)
-        if module == "torch" and isinstance(found := getattr(torch, str(name), None), torch.dtype):
-            self._stack.append(found)
-        else:
-            self._stack.append(_Global(self._maker(str(module), str(name))))
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the dtype with this name, or a replacement for the class or function."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        return _Global(self._maker(module, name))
 
     def _maker(self, module: str, name: str) -> Callable[[tuple[Any, ...]], Any]:
         if (record := _CLASSES.get((module, name))) is not None:
@@ -185,15 +110,32 @@ class _Decoder:
             "allow_pickle=True loads it and runs its code"
         )
 
-    def call(self, _: Any) -> None:
-        arguments, found = self._stack.pop(), self._stack.pop()
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def set_items(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError(f"keys and values for a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            is_index = type(key) is MetadataIndex and _is_index(key)
+            if type(key) not in (str, int) and not is_index:
+                raise ValueError(f"a {type(key).__name__} as a key")
+            target[key] = value
+
+    def call(self) -> None:
+        arguments, found = self.stack.pop(), self.stack.pop()
         if type(found) is not _Global or type(arguments) is not tuple:
             raise ValueError(f"a call of a {type(found).__name__}")
-        self._stack.append(found.make(arguments))
+        self.stack.append(found.make(arguments))
 
-    def build(self, _: Any) -> None:
+    def build(self) -> None:
         """Set the fields of a record that the decoder has created."""
-        state, target = self._stack.pop(), self._stack[-1]
+        state, target = self.stack.pop(), self.stack[-1]
         if type(target) is TensorProperties and type(state) is tuple and state:
             state = {"dtype": state[0]}
         fields = _FIELDS.get(type(target))
@@ -232,38 +174,24 @@ class _Decoder:
         return StatePath(keys, containers, ranks, rank_at)
 
 
-_PUSHED = frozenset(
-    {
-        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-        *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
-    }
+_OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "APPEND", "APPENDS"),
+    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL"),
 )
-_OPCODES: dict[str, Callable[[_Decoder, Any], None]] = {
-    "NONE": lambda decoder, _: decoder.constant(lambda: None),
-    "NEWTRUE": lambda decoder, _: decoder.constant(lambda: True),
-    "NEWFALSE": lambda decoder, _: decoder.constant(lambda: False),
-    "EMPTY_DICT": lambda decoder, _: decoder.constant(dict),
-    "EMPTY_LIST": lambda decoder, _: decoder.constant(list),
-    "EMPTY_TUPLE": lambda decoder, _: decoder.tuple_of(0),
-    "TUPLE1": lambda decoder, _: decoder.tuple_of(1),
-    "TUPLE2": lambda decoder, _: decoder.tuple_of(2),
-    "TUPLE3": lambda decoder, _: decoder.tuple_of(3),
-    "TUPLE": lambda decoder, _: decoder.tuple_of(None),
-    "MARK": _Decoder.mark,
-    "APPEND": _Decoder.one_item,
-    "APPENDS": _Decoder.items,
-    "SETITEM": _Decoder.one_pair,
-    "SETITEMS": _Decoder.pairs,
-    "BINPUT": _Decoder.memoize,
-    "LONG_BINPUT": _Decoder.memoize,
-    "MEMOIZE": lambda decoder, _: decoder.memoize(None),
-    "BINGET": _Decoder.recall,
-    "LONG_BINGET": _Decoder.recall,
-    "GLOBAL": _Decoder.find,
-    "STACK_GLOBAL": lambda decoder, _: decoder.find(None),
+"""The names of the opcodes that are decoded as pickle does. Other opcodes are errors."""
+_CHANGED: dict[str, Callable[[Any], None]] = {
+    "SETITEM": _Decoder.set_item,
+    "SETITEMS": _Decoder.set_items,
     "REDUCE": _Decoder.call,
     "NEWOBJ": _Decoder.call,
     "BUILD": _Decoder.build,
+}
+_Decoder.dispatch = {
+    **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES},
+    **{getattr(pickle, name)[0]: method for name, method in _CHANGED.items()},
 }
 
 
@@ -271,22 +199,22 @@ def check_metadata(found: object) -> Metadata:
     """Return DCP's metadata if each part has the expected type. Raises ValueError."""
     if not isinstance(found, Metadata):
         raise ValueError(f"it holds a {type(found).__name__}, expected Metadata")
-    entries, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
-    if not isinstance(entries, Mapping) or not isinstance(places, Mapping | None):
+    entries, locations = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    if not isinstance(entries, Mapping) or not isinstance(locations, Mapping | None):
         raise ValueError("it has no entries")
     checked: dict[int, set[int]] = {}  # the dimensions of lists of chunks by id, because entries can share a list
     for fqn, entry in entries.items():
         if type(fqn) is not str or not is_unicode(fqn):
             raise ValueError(f"a {type(fqn).__name__} as the name of an entry")
-        if not isinstance(entry, BytesStorageMetadata) and not _is_tensor(entry, checked):
+        if not isinstance(entry, dcp.BytesStorageMetadata) and not _is_tensor(entry, checked):
             raise ValueError(f"{fqn!r:.200} is neither a tensor nor a value")
-    for index, place in (places or {}).items():
-        if not _is_index(index) or not _is_place(place):
+    for index, location in (locations or {}).items():
+        if not _is_index(index) or not _is_location(location):
             raise ValueError(f"the location of {getattr(index, 'fqn', None)!r:.200} is not a part of a file")
     return found
 
 
-def paths_of(metadata: Metadata) -> dict[str, StatePath]:
+def read_paths(metadata: Metadata) -> dict[str, StatePath]:
     """Return the path of each entry in the saved state dict, by fqn. Raises ValueError."""
     known = getattr(metadata, "planner_data", None)
     nested: Mapping[Any, Any] = known if isinstance(known, Mapping) else {}
@@ -309,11 +237,11 @@ def _is_index(index: object) -> bool:
     )
 
 
-def _is_place(place: object) -> bool:
-    numbers = [getattr(place, name, None) for name in ("offset", "length")]
-    transforms = getattr(place, "transform_descriptors", None) or ()
+def _is_location(location: object) -> bool:
+    numbers = [getattr(location, name, None) for name in ("offset", "length")]
+    transforms = getattr(location, "transform_descriptors", None) or ()
     return (
-        type(getattr(place, "relative_path", None)) is str
+        type(getattr(location, "relative_path", None)) is str
         and all(isinstance(number, int) and number >= 0 for number in numbers)
         and isinstance(transforms, list | tuple)
         and all(type(name) is str for name in transforms)
@@ -322,7 +250,7 @@ def _is_place(place: object) -> bool:
 
 def _is_tensor(entry: object, checked: dict[int, set[int]]) -> bool:
     size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
-    if not isinstance(entry, TensorStorageMetadata) or not isinstance(size, torch.Size) or type(chunks) is not list:
+    if not isinstance(entry, dcp.TensorStorageMetadata) or not isinstance(size, torch.Size) or type(chunks) is not list:
         return False
     if not isinstance(getattr(getattr(entry, "properties", None), "dtype", None), torch.dtype):
         return False

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zarrckpt._dcp.items import notes_of, resolves_as_dcp
+from zarrckpt._dcp.items import make_notes, resolves_as_dcp
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
@@ -71,7 +71,7 @@ class ZarrSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank's items, with digests of their contents if there are other ranks."""
         plan = super().create_local_plan()
-        return dataclasses.replace(plan, storage_data=notes_of(plan, self)) if in_use() else plan
+        return dataclasses.replace(plan, storage_data=make_notes(plan, self)) if in_use() else plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks. Raises UnsupportedLayoutError if their boxes overlap or leave gaps."""
@@ -81,7 +81,7 @@ class ZarrSavePlanner(DefaultSavePlanner):
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
 
 
-def gives_the_states_own(planner: SavePlanner) -> bool:
+def returns_state_tensors(planner: SavePlanner) -> bool:
     """Whether a planner returns the tensors of the state themselves, not temporary tensors made from them."""
     found = (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
     return resolves_as_dcp(planner) and getattr(type(planner), "lookup_object", None) in found
@@ -140,7 +140,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         boxes: dict[str, list[Any]] = {}
         for target in self._match.tensors():
-            boxes.setdefault(target.fqn, []).append(chunk_of(target.box))
+            boxes.setdefault(target.fqn, []).append(to_chunk_metadata(target.box))
         for fqn in self.state_dict:
             entry = self.metadata.state_dict_metadata[fqn]
             if isinstance(entry, TensorStorageMetadata):
@@ -186,15 +186,15 @@ class DcpTensor:
             WriteItem(
                 MetadataIndex(fqn, torch.Size(box.offset)),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk_of(box), properties, torch.Size(self.held.shape)),
+                tensor_data=TensorWriteData(to_chunk_metadata(box), properties, torch.Size(self.held.shape)),
             )
             for box in self.held.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk_of(box) for box in self.held.boxes]
+        return [to_chunk_metadata(box) for box in self.held.boxes]
 
 
-def chunk_of(box: Box) -> ChunkStorageMetadata:
+def to_chunk_metadata(box: Box) -> ChunkStorageMetadata:
     """Return a box as DCP's ChunkStorageMetadata."""
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))

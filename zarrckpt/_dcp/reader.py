@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zarrckpt._dcp.channel import ChannelName, pieces_connected
+from zarrckpt._dcp.channel import ChannelName, connect_pieces
 from zarrckpt._dcp.planner import ZarrLoadPlanner
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._format.documents import ArrayNode
@@ -191,13 +191,13 @@ class ZarrStorageReader(StorageReader):
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
             # Connect first, because other ranks wait for it. A rank that fails inside closes its connections.
-            with suppress(PeerLost), pieces_connected(task.channel) as channel:
-                begun = self._begun(self._catalog, plan.items, planner)
+            with suppress(PeerLost), connect_pieces(task.channel) as channel:
+                begun = self._begin_reads(self._catalog, plan.items, planner)
                 if channel is not None:
                     with self._catalog.explaining_damage():
                         begun[0].share(task.shares, channel)
             # This rank reads the data that it did not get from others.
-            reads, values = begun = begun or self._begun(self._catalog, plan.items, planner)
+            reads, values = begun = begun or self._begin_reads(self._catalog, plan.items, planner)
             with self._catalog.explaining_damage():
                 reads.read()
         finally:
@@ -210,7 +210,7 @@ class ZarrStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _begun(
+    def _begin_reads(
         self, catalog: Catalog, items: Sequence[ReadItem], planner: LoadPlanner
     ) -> tuple[TensorReads, list[tuple[ReadItem, Any]]]:
         """Check the dtypes of targets, read the values, and return both."""

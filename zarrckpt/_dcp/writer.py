@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zarrckpt._dcp.channel import ChannelName, pieces_connected
-from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, descriptions_of, whole_plans
-from zarrckpt._dcp.planner import gives_the_states_own
+from zarrckpt._dcp.channel import ChannelName, connect_pieces
+from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, describe_states, restore_omitted_plans
+from zarrckpt._dcp.planner import returns_state_tensors
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions
@@ -155,8 +155,8 @@ class ZarrStorageWriter(StorageWriter):
         have different contents under one name.
         """
         assert self._save is not None
-        plans = whole_plans(plans)
-        gathered, digests = descriptions_of(plans)
+        plans = restore_omitted_plans(plans)
+        gathered, digests = describe_states(plans)
         only, differing = differing_parts(digests)
         state = gather_state(gathered, only)
         warn_of({**state.differing, **differing})
@@ -180,10 +180,10 @@ class ZarrStorageWriter(StorageWriter):
             raise CheckpointError("write_data was called without a plan of this save: call dcp.save or zarrckpt.save")
         task, save = plan.storage_data, self._save
         self.save_id = task.attempt.save_id
-        source = PlannerSource(planner, [*plan.items, *self._items], gives_the_states_own(planner))
+        source = PlannerSource(planner, [*plan.items, *self._items], returns_state_tensors(planner))
         future: Future[list[WriteResult]] = Future()
         try:
-            with pieces_connected(task.channel) as channel:
+            with connect_pieces(task.channel) as channel:
                 results = save.write(task.attempt, task.rank_plan, source, channel, lambda: None)
         except PeerLost as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])

@@ -13,7 +13,7 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._inspect.exact import Exact, NumberArray, Scaled, dot, dot_integers, root, scale
-from zarrckpt._inspect.stats import as_reals, blocks, by_chunks, doubles, position_in, read_part
+from zarrckpt._inspect.stats import blocks, doubles, map_chunks, position_in, read_part, to_reals
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -98,6 +98,10 @@ class Difference:
         return not some and all(item.equal for item in self.tensors.values())
 
 
+_COUNTS = ("count", "unequal", "not_finite", "new_nan", "gone_nan", "common_nan", "beyond_rounding", "broken")
+"""The members of :class:`Sums` that are added when parts are joined."""
+
+
 @dataclass
 class Sums:
     """The difference of a part of two tensors. Sums are exact, so parts can be joined in any order."""
@@ -132,7 +136,7 @@ class Sums:
         self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
         indices = None
         if one.dtype.kind in "biu":
-            apart, rel, sums = _compare_integers(as_reals(one), as_reals(other))
+            apart, rel, sums = _compare_integers(to_reals(one), to_reals(other))
         else:
             a, b = _vector(one), _vector(other)
             if (indices := self._finite_indices(a, b, unequal)) is not None:
@@ -173,16 +177,7 @@ class Sums:
         self.apart += apart
 
     def join(self, other: Sums) -> None:
-        for name in (
-            "count",
-            "unequal",
-            "not_finite",
-            "new_nan",
-            "gone_nan",
-            "common_nan",
-            "beyond_rounding",
-            "broken",
-        ):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if not math.isnan(other.max_abs):
             sums = other.products, other.ones, other.others, other.apart
@@ -223,7 +218,7 @@ def tensor_sums(one: Catalog, other: Catalog, fqns: Iterable[str], progress: Pro
         return sums
 
     found = {fqn: Sums() for fqn in fqns}
-    for fqn, sums in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in found}, look, progress):
+    for fqn, sums in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in found}, look, progress):
         found[fqn].join(sums)
     return found
 
@@ -257,7 +252,7 @@ def comparable(one: ArrayNode, other: ArrayNode) -> bool:
     return one.grid.shape == other.grid.shape and (a == b or (a.kind == b.kind and a.kind in ("float", "complex")))
 
 
-def wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
+def choose_wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
     """Return the tensor with the larger elements, or the first one if they are equally large."""
     nodes = one.root.tensors[fqn], other.root.tensors[fqn]
     return max(nodes, key=lambda node: node.dtype.itemsize)

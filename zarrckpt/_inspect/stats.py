@@ -60,7 +60,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: NumberArray) -> Moments:
-        """Return the moments of values, which are as :func:`as_reals` returns them."""
+        """Return the moments of values, which are as :func:`to_reals` returns them."""
         found = cls()
         for (block,) in blocks(values):
             found.add(cls.of_block(block))
@@ -68,7 +68,7 @@ class Moments:
 
     @classmethod
     def of_block(cls, values: NumberArray) -> Moments:
-        """Return the moments of one block of values, which are as :func:`as_reals` returns them."""
+        """Return the moments of one block of values, which are as :func:`to_reals` returns them."""
         finite, nan, integers = values, 0, values.dtype.kind != "f"
         if not integers and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
@@ -114,16 +114,16 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
     def look(fqn: str, box: Box) -> Moments:
         moments = Moments()
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            moments.add(Moments.of_block(as_reals(block)))
+            moments.add(Moments.of_block(to_reals(block)))
         return moments
 
     found = {fqn: Moments() for fqn in fqns}
-    for fqn, moments in by_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in found}, look, progress):
+    for fqn, moments in map_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in found}, look, progress):
         found[fqn].add(moments)
     return {fqn: moments.stats() for fqn, moments in found.items()}
 
 
-def by_chunks(
+def map_chunks(
     catalog: Catalog, nodes: Mapping[str, ArrayNode], look: Callable[[str, Box], P], progress: Progress | None
 ) -> list[tuple[str, P]]:
     """Call ``look`` for the box of every chunk of the nodes, in parallel, and return its results.
@@ -162,7 +162,7 @@ def blocks(*arrays: NumberArray, size: int = _BLOCK) -> Iterator[tuple[NumberArr
         yield tuple(array[begin : begin + size] for array in arrays)
 
 
-def as_reals(values: NumberArray) -> NumberArray:
+def to_reals(values: NumberArray) -> NumberArray:
     """Return floats as float64, integers and bool as int64 or uint64, and complex numbers as absolute values."""
     kind = values.dtype.kind
     if kind in "biu":

@@ -27,7 +27,7 @@ from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import KEEP, Changes, ChunksOption, changed, parse_changes
-from zarrckpt._ops.rechunk import EncodedChunk, rewrite_chunk, writers_of
+from zarrckpt._ops.rechunk import EncodedChunk, choose_writers, rewrite_chunk
 from zarrckpt._read.casts import DTypeOption, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.selection import open_selection
@@ -120,7 +120,7 @@ def _copy_entries(
 ) -> CopyReport:
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
-    root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=new_id(), tree="")
+    root = dataclasses.replace(changed(select_entries(source.root, names), changes), save_id=new_id(), tree="")
     marker = dataclasses.replace(marker_of(root), started=now())
     attempt = attempts.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
@@ -137,7 +137,7 @@ def _copy_entries(
     return copy.report(began, changes.casts.uncast)
 
 
-def part_of(root: Root, names: Sequence[str]) -> Root:
+def select_entries(root: Root, names: Sequence[str]) -> Root:
     """Return a root with some of the entries, and with the containers above them."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
@@ -148,7 +148,7 @@ def part_of(root: Root, names: Sequence[str]) -> Root:
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
 
 
-class _Remade:
+class _EncodedArray:
     """An array whose chunks are encoded again, with its parts of the tables, which are filled chunk by chunk."""
 
     def __init__(self, old: ArrayNode, node: ArrayNode) -> None:
@@ -182,8 +182,8 @@ class _Copy:
         self._nbytes = 0
         old = {node.path: node for node in source.root.arrays()}
         # Arrays that differ only in ``portable`` have the same bytes and another type's name in the document.
-        self._remade = {
-            node.path: _Remade(old[node.path], node)
+        self._encoded = {
+            node.path: _EncodedArray(old[node.path], node)
             for node in root.arrays()
             if dataclasses.replace(node, portable=old[node.path].portable) != old[node.path]
         }
@@ -209,14 +209,14 @@ class _Copy:
     def report(self, began: float, uncast: tuple[str, ...]) -> CopyReport:
         """Return the report of the copy."""
         names = {node.path: fqn for fqn, node in self._root.tensors.items()}
-        lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
+        lost = {names[path]: encoded.overflowed for path, encoded in self._encoded.items() if encoded.overflowed}
         objects = sum(node.grid.num_chunks for node in self._root.arrays())
         done, seconds = self._nbytes, time.monotonic() - began
         return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost, uncast)
 
     def _expected(self, node: ArrayNode, chunk: Ints) -> int:
         """Return a chunk's bytes for the progress: its object's size, or the size of its elements if it is encoded."""
-        if node.path in self._remade:
+        if node.path in self._encoded:
             return node.grid.chunk_box(chunk).size * node.dtype.itemsize
         return self._source.chunk_table(node, chunk).object_size
 
@@ -233,8 +233,8 @@ class _Copy:
 
     def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
         key = join(self._root.tree, node.chunk_key(chunk))
-        remade = self._remade.get(node.path)
-        nbytes = self._copy_chunk(node, chunk, key) if remade is None else self._rewrite_chunk(remade, chunk, key)
+        encoded = self._encoded.get(node.path)
+        nbytes = self._copy_chunk(node, chunk, key) if encoded is None else self._rewrite_chunk(encoded, chunk, key)
         with self._lock:
             self._keys.append(key)
             self._nbytes += nbytes
@@ -255,11 +255,11 @@ class _Copy:
             self._target.put(key, [data])
         return size
 
-    def _rewrite_chunk(self, remade: _Remade, chunk: Ints, key: str) -> int:
+    def _rewrite_chunk(self, encoded: _EncodedArray, chunk: Ints, key: str) -> int:
         """Read a chunk's box, encode it and put it. Returns the size of its object in bytes."""
-        found = rewrite_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
+        found = rewrite_chunk(self._source, encoded.old, encoded.node, chunk, self._target, key, self._memory)
         with self._lock:
-            remade.add(remade.node.grid.chunk_number(chunk), found)
+            encoded.add(encoded.node.grid.chunk_number(chunk), found)
         return found.nbytes
 
     def _numbers(self) -> dict[str, RawArray]:
@@ -267,12 +267,12 @@ class _Copy:
         parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
         writers = self._source.writers()
         for node in self._root.arrays():
-            remade = self._remade.get(node.path)
-            if remade is None:
+            encoded = self._encoded.get(node.path)
+            if encoded is None:
                 crcs, ranks, sizes = self._source.checksums(node), writers[node.path], self._source.sizes(node)
             else:
-                crcs, ranks = remade.checksums, writers_of(remade.old, node, writers[node.path])
-                sizes = remade.sizes
+                crcs, ranks = encoded.checksums, choose_writers(encoded.old, node, writers[node.path])
+                sizes = encoded.sizes
             parts[CHECKSUMS].append(crcs.reshape(-1))
             parts[WRITERS].append(ranks.reshape(-1))
             if sizes is not None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._format.chunk_codec import ArrayElements, encoding_memory
-from zarrckpt._format.chunk_layout import RawArray, max_stored_subchunk_bytes, raw_dtype
+from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes, raw_dtype
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.grid import Box, Ints, intersect
+from zarrckpt._format.grid import Ints, intersect
 from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._read.casts import CastTarget
 from zarrckpt._read.catalog import Catalog
@@ -47,9 +47,11 @@ def rewrite_chunk(
     encoding = sum(encoding_memory(new, box.shape, in_parts=target.is_local))
     with memory.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
         cells = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
-        overflowed = _fill_chunk(source, old, new, box, cells, BytesBudget(reading), at_once)
+        cast = None if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
+        jobs = [*source.stored(old).box_jobs(box, cells if cast is None else cast, BytesBudget(reading))]
+        run_jobs(jobs, min(at_once, len(jobs)))
         encoder = put_chunk(target, key, new, ArrayElements(cells), BytesBudget(encoding))
-    return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
+    return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, cast.overflowed if cast is not None else 0)
 
 
 def _reading_bytes(store: Store, node: ArrayNode) -> int:
@@ -60,17 +62,7 @@ def _reading_bytes(store: Store, node: ArrayNode) -> int:
     return min(node.grid.subchunks_per_chunk * one, max(one, READ_BYTES)) + unpacking_bytes(node)
 
 
-def _fill_chunk(
-    source: Catalog, old: ArrayNode, new: ArrayNode, box: Box, cells: RawArray, memory: BytesBudget, at_once: int
-) -> int:
-    """Fill memory with a box of the source's array. Returns the number of values that a cast lost."""
-    target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
-    jobs = [*source.stored(old).box_jobs(box, target, memory)]
-    run_jobs(jobs, min(at_once, len(jobs)))
-    return target.overflowed if isinstance(target, CastTarget) else 0
-
-
-def writers_of(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def choose_writers(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the writer of each chunk of a copy: the rank that wrote most of its elements in the source.
 
     ``writers`` has the shape of the source's chunk grid, the result has the shape of the copy's. If ranks wrote equally

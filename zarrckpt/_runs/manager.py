@@ -8,9 +8,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -28,7 +25,6 @@ from zarrckpt._errors import (
     log,
     warn,
 )
-from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._jobs import check_limits
 from zarrckpt._load.steps import LoadRequest, load_on_ranks
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
@@ -36,19 +32,15 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
-from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
+from zarrckpt._runs.coordinator import Chosen, Coordinator
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_of
-from zarrckpt._save.background import SaveFuture, save_in_background
-from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.steps import save_on_ranks
+from zarrckpt._runs.saving import StepSaver, StepState
+from zarrckpt._runs.schedule import StepSequence
+from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_folders
+from zarrckpt._save.background import SaveFuture
 from zarrckpt._state import objects
-from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
-
-MIN_TIMEOUT_SECONDS = 5.0
-"""Minimum timeout in seconds between the ranks of a save before pre-emption."""
 
 _PIN = pin_id_of("CheckpointManager.pin")
 
@@ -74,9 +66,9 @@ class CheckpointManager:
     Args:
         url: the url of the run's folder, as for :func:`save`.
         keep: the rules that choose the checkpoints to keep, see :class:`Keep`. The others are deleted in the
-            background, after the save that makes them superfluous. Default: all are kept. Only checkpoints of this run
-            are deleted, and no pinned ones. If more than two checkpoints would be superfluous after a save, the save
-            first waits for deletions.
+            background, after the save that makes them expire. Default: all are kept. Only checkpoints of this run are
+            deleted, and no pinned ones. If more than two expired checkpoints would exist after a save, the save first
+            waits for deletions.
         save_every: :meth:`step` saves each time it reaches a multiple of this number. Default: only before pre-emption.
         signals: names of the signals that announce pre-emption (default: ``SIGTERM``). A signal on any rank leads to a
             save of the same step on all ranks. A second signal, more than a second after the first, ends its process at
@@ -100,6 +92,8 @@ class CheckpointManager:
 
     A ``with`` block closes the manager at its end. The constructor makes no request. Raises TypeError and ValueError
     for invalid arguments.
+
+    The class has more than 250 lines because 160 of them describe arguments, costs and errors.
     """
 
     def __init__(
@@ -132,18 +126,9 @@ class CheckpointManager:
         self._source, self._source_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist)
         self._coordinator = Coordinator(self._spec, keep, self._source)
-        self._save_every = save_every
-        self._background = background
-        self._last_step = -1
-        """The greatest step that was saved or passed to :meth:`step`."""
-        self._step_before = -1
-        """The value of ``_last_step`` before the last call of :meth:`step`."""
-        self._done_step = -1
-        """The step of the last call of :meth:`step` that raised no error."""
+        self._saver = StepSaver(self._spec, self._options, self._ranks, self._coordinator, background)
+        self._steps = StepSequence(save_every)
         self._last_report: LoadReport | None = None
-        self._damaged: frozenset[str] = frozenset()
-        self._saving: SaveFuture | None = None
-        self._saved: tuple[int, SaveFuture] | None = None
         self._preempted = False
         self._closed = False
         self._ended = False
@@ -151,15 +136,16 @@ class CheckpointManager:
         self._watch: process_signals.Watch | None = None
         self._preemption: Preemption | None = None
         if signals or notice is not None:
-            watch = Preemption(self._ranks, f"the run {self._spec.url}", self._options.timeout, grace, notice)
-            self._preemption = watch
+            self._preemption = preemption = Preemption(
+                self._ranks, f"the run {self._spec.url}", self._options.timeout, grace, notice
+            )
             try:
                 if signals:
-                    self._watch = process_signals.dispatcher.watch(signals, watch.note_notice)
+                    self._watch = process_signals.dispatcher.watch(signals, preemption.note_notice)
                     # A manager that is garbage-collected without close() must not handle signals any more.
                     weakref.finalize(self, _end_watch, self._watch).atexit = False
             except BaseException:
-                watch.close()
+                preemption.close()
                 raise
 
     def __enter__(self) -> Self:
@@ -255,31 +241,30 @@ class CheckpointManager:
             None, options, strict=strict, keys=keys, rename=rename, allow_pickle=allow_pickle, allow_cast=allow_cast
         )
         request = dataclasses.replace(request, droppable=droppable)
+        found, chosen = self._restore(state, request, step, rewind)
+        self._steps.restart(found)
+        self._saver.restart(frozenset(chosen.damaged))
+        return found
+
+    def _restore(
+        self, state: dict[str, Any], request: LoadRequest, step: int | None, rewind: bool
+    ) -> tuple[int | None, Chosen]:
+        """Load the checkpoint that the coordinator chooses, or another one if that is damaged. Return its step."""
         unreadable: frozenset[str] = frozenset()
         while True:
             chosen = self._choose(step, rewind, unreadable, request.options.timeout)
             if not chosen.name:
-                found = self._restore_source(state, request, chosen)
-                self._continue_from(found, chosen)
-                return found
+                return self._restore_source(state, request, chosen), chosen
             spec = self._spec.child(chosen.name)
             try:
                 self._last_report = load_on_ranks(state, dataclasses.replace(request, spec=spec), self._ranks)
+                return chosen.step, chosen
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if chosen.step is None or (step is not None and not chosen.others):
                     raise
                 unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
                 which = "the checkpoint before it" if step is None else "another one of this step"
                 warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
-                continue
-            self._continue_from(chosen.step, chosen)
-            return chosen.step
-
-    def _continue_from(self, step: int | None, chosen: Chosen) -> None:
-        self._damaged = frozenset(chosen.damaged)
-        # A step that is repeated after a restore is saved again.
-        self._last_step = self._step_before = self._done_step = -1 if step is None else step
-        self._saved = None
 
     def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
@@ -334,31 +319,23 @@ class CheckpointManager:
         checkpoint of this step or a later one, and the errors of :func:`save` (with ``background``, in the future).
         Raises CheckpointError if the save before pre-emption failed or did not end within the grace period.
         """
-        again = step == self._last_step > self._done_step
-        step = self._checked_step(step, self._last_step + (not again))
+        given = StepState(self._checked_step(step), state, metrics, metadata)
         checked_metrics(metrics)
-        if not again:
-            self._step_before, self._last_step = self._last_step, step
-        future = None
-        if self._preemption is not None and not self._preempted and self._preemption.reach_step(step):
-            future = self._save_preempted(step, state, metrics, metadata)
-        elif (saved := self._future_of(step)) is not None:
-            future = saved
-        elif self._save_every is not None and step // self._save_every > max(self._step_before, 0) // self._save_every:
-            future = self.save(step, state, metrics, metadata)
-        self._done_step = step
+        self._steps.begin(given.step)
+        future = self._saver.future_of(given.step)
+        if self._preemption is not None and not self._preempted and self._preemption.reach_step(given.step):
+            self._preempted = True
+            future = self._saver.save_in_time(given, self._preemption)
+        elif future is None and self._steps.is_due(given.step):
+            future = self._saver.save(given)
+        self._steps.end(given.step)
         return future
 
-    def _checked_step(self, step: int, minimum: int) -> int:
+    def _checked_step(self, step: int) -> int:
         self._refuse_other_process()
         step = operator.index(step)
         if self._closed:
             raise ValueError(f"the manager of the run {self._spec.url} is closed: create another one")
-        if step < max(minimum, 0):
-            raise ValueError(
-                f"step must be at least {max(minimum, 0)}, got {step}, because steps must ascend. To return to an "
-                "earlier step: restore(state, step=..., rewind=True)"
-            )
         return step
 
     def save(
@@ -374,105 +351,11 @@ class CheckpointManager:
         ``background=False``, the save has ended when the call returns. Four more requests than :func:`save`, and two
         more for the first checkpoint of a run.
         """
-        step = self._checked_step(step, self._last_step)
-        if self._saved is not None and self._saved[0] == step:
-            # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
-            Future.exception(self._saved[1])
-            if not _failed(self._saved[1]):
-                return self._saved[1]
-        self.wait()
-        return self._begin(step, state, metrics, metadata)
-
-    def _future_of(self, step: int) -> SaveFuture | None:
-        """Return the future of a step's save, or None if there is none or :meth:`wait` has raised its error."""
-        if self._saved is None or self._saved[0] != step:
-            return None
-        future = self._saved[1]
-        # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
-        return None if self._saving is not future and _failed(future) else future
-
-    def _begin(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
-        in_time: bool = False,
-    ) -> SaveFuture:
-        request = self._request(step, metrics, metadata, in_time)
-        if in_time:
-            assert self._preemption is not None
-            # Do not wait for a lost rank beyond the grace period.
-            timeout = min(self._options.timeout, max(self._preemption.seconds_left(), MIN_TIMEOUT_SECONDS))
-            options = dataclasses.replace(self._options, timeout=timeout)
-            request = dataclasses.replace(request, options=options, progress=lambda _, __: self._refuse_late(step))
-        objects.refuse_swapped(state, request.spec.url, "save")
-        if self._background:
-            future = save_in_background(state, request, self._ranks)
-        else:
-            future = SaveFuture(request.spec.url)
-            report = save_on_ranks(partial(LocalState.from_user_state, state), request, self._ranks)
-            future.run(lambda: report)
-        self._saving, self._saved = future, (step, future)
-        self._last_step = max(step, self._last_step)
+        given = StepState(self._checked_step(step), state, metrics, metadata)
+        self._steps.refuse_earlier(given.step)
+        future = self._saver.save(given)
+        self._steps.note_save(given.step)
         return future
-
-    def _request(
-        self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, in_time: bool
-    ) -> SaveRequest:
-        name = name_of(step)
-        own = {"step": step, **checked_metrics(metrics)}
-        others = checked_metadata(metadata)
-        if twice := sorted({"step", *(metrics or {})} & {*others}):
-            raise ValueError(f"{twice[0]!r} was passed twice: as the step or a metric, and in metadata")
-        known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        # Half of the time for which the other ranks wait for the coordinator.
-        patience = self._options.timeout / 2
-        # A missing metric must not prevent the save before pre-emption.
-        check_metric = bool(metrics) and not in_time
-        run = RunSave(self._coordinator, step, name, known, patience, check_metric=check_metric)
-        return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
-
-    def _save_preempted(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> SaveFuture:
-        """Save within the grace period. Waits for a save that is still running first."""
-        assert self._preemption is not None
-        self._preempted = True
-        self._coordinator.retention.skip_waits()
-        if self._saving is not None:
-            self._wait_in_time(self._saving, step)
-            if (error := self._saving.exception()) is not None:
-                # Logged only, so that this step is saved.
-                log.error("the run %s: the previous save failed: %s: %s", self._spec.url, type(error).__name__, error)
-            self._saving = None
-        if (saved := self._future_of(step)) is not None:
-            return saved
-        future = self._begin(step, state, metrics, metadata, in_time=True)
-        self._wait_in_time(future, step)
-        self._saving = None
-        future.result()
-        return future
-
-    def _wait_in_time(self, future: SaveFuture, step: int) -> None:
-        assert self._preemption is not None
-        # SaveFuture.exception would count as a report of the error to the caller.
-        with suppress(TimeoutError):
-            Future.exception(future, max(0.0, self._preemption.seconds_left()))
-        if not future.done():
-            self._refuse_late(step)
-
-    def _refuse_late(self, step: int) -> None:
-        assert self._preemption is not None
-        if self._preemption.seconds_left() <= 0:
-            raise CheckpointError(
-                f"the run {self._spec.url}: the save of step {step} before pre-emption did not end within the grace "
-                "period. Pass a greater grace=... if there is more time, or save smaller checkpoints"
-            )
 
     def wait(self) -> SaveReport | None:
         """Wait for the running save, and return its report, or None if there is no save. All ranks call it.
@@ -481,12 +364,7 @@ class CheckpointManager:
         does not raise it again.
         """
         self._refuse_other_process()
-        if (saving := self._saving) is None:
-            return None
-        # Ctrl-C interrupts this wait but not the save, so the save is kept until it has ended.
-        saving.exception()
-        self._saving = None
-        return saving.result()
+        return self._saver.wait()
 
     def close(self) -> None:
         """Wait for the running save and for deletions, and restore the signal handlers. All ranks call it.
@@ -510,7 +388,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._saving is None:
+            if self._saver.has_ended:
                 self._end()
 
     def _end(self) -> None:
@@ -520,12 +398,13 @@ class CheckpointManager:
             _end_watch(self._watch)
         if self._preemption is not None and self._preemption.noticed is not None and not self._preempted:
             self._preempted = True
-            newest = f"of step {self._saved[0]}" if self._saved is not None else "from before this job"
+            last = self._saver.last_step
+            newest = "from before this job" if last is None else f"of step {last}"
             log.warning(
                 "the run %s: a notice of pre-emption arrived after step %d, the last call of step(), so no checkpoint "
                 "was saved for it. The newest checkpoint is %s",
                 self._spec.url,
-                self._last_step,
+                self._steps.last,
                 newest,
             )
         self._coordinator.retention.end(0.0 if self._preempted else self._options.timeout)
@@ -550,14 +429,14 @@ class CheckpointManager:
         be read.
         """
         store = self._spec.open()
-        names = [name for name in list_below(store).folders if step_of(name) is not None]
-        found = find_checkpoints(store, names)
+        steps = step_folders(list_below(store).folders)
+        found = find_checkpoints(store, steps)
         unreadable = [below for below in found if below.unreadable]
         if len(unreadable) == len(found):
             refuse_unreadable(store, unreadable)
         for below in unreadable:
             warn(skip_warning(store, below))
-        return sorted({step for below in found if below.root and (step := step_of(below.name)) is not None})
+        return sorted({steps[below.name] for below in found if below.root is not None})
 
     def pin(self, step: int, note: str = "") -> None:
         """Protect the checkpoint of a step from deletion and replacement, until :meth:`unpin`.
@@ -581,8 +460,8 @@ class CheckpointManager:
         step = operator.index(step)
         padded = self._spec.child(name_of(step)).open()
         store = self._spec.open()
-        names = [name for name in list_below(store).folders if step_of(name) == step]
-        found = find_checkpoints(store, names)
+        steps = step_folders(list_below(store).folders)
+        found = find_checkpoints(store, [name for name in steps if steps[name] == step])
         refuse_unreadable(store, found)
         sound = [below.name for below in found if below.root is not None]
         return self._spec.child(sound[-1]).open() if sound else padded
@@ -590,8 +469,3 @@ class CheckpointManager:
 
 def _end_watch(watch: process_signals.Watch) -> None:
     process_signals.dispatcher.close(watch)
-
-
-def _failed(future: SaveFuture) -> bool:
-    # SaveFuture.exception would count as a report of the error to the caller.
-    return future.done() and Future.exception(future) is not None

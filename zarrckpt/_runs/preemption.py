@@ -11,12 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import is_ending, start_thread
 from zarrckpt._ranks.rounds import Rounds, open_rounds
+from zarrckpt._save.background import SaveFuture
 
 NOTICE_SECONDS = 1.0
 """Seconds between two calls of the user's callable for notices."""
@@ -93,6 +96,22 @@ class Preemption:
         """Return the seconds that are left of the grace period. Called after a notice."""
         assert self.noticed is not None
         return self.noticed + self._grace - time.monotonic()
+
+    def wait_for(self, future: SaveFuture, step: int) -> None:
+        """Wait for a save until the grace period ends. Raises CheckpointError if the save has not ended by then."""
+        # SaveFuture.exception would count as a report of the error to the caller.
+        with suppress(TimeoutError):
+            Future.exception(future, max(0.0, self.seconds_left()))
+        if not future.done():
+            self.refuse_late_save(step)
+
+    def refuse_late_save(self, step: int) -> None:
+        """Raise CheckpointError if the grace period has ended before the save of a step."""
+        if self.seconds_left() <= 0:
+            raise CheckpointError(
+                f"{self._run}: the save of step {step} before pre-emption did not end within the grace period. Pass a "
+                "greater grace=... if there is more time, or save smaller checkpoints"
+            )
 
     def _refuse_late(self) -> None:
         if self.seconds_left() < 0 and not self._agreed:

@@ -28,35 +28,17 @@ class Watch:
         """The monotonic time of the first signal, or None."""
 
 
-class Watches:
-    """The open watches of a process, and the effect of a signal on them. No I/O."""
+def note_signal(watches: Sequence[Watch], number: int, now: float) -> tuple[list[Watch], bool]:
+    """Return the watches for which this is the first signal, and whether the process must end. No I/O.
 
-    def __init__(self) -> None:
-        self._open: list[Watch] = []
-
-    def add(self, watch: Watch) -> None:
-        self._open.append(watch)
-
-    def remove(self, watch: Watch) -> None:
-        """Remove a watch. A watch that is not open is no error."""
-        with suppress(ValueError):
-            self._open.remove(watch)
-
-    def numbers(self) -> set[int]:
-        """Return the numbers of the signals that at least one watch handles."""
-        return {number for watch in [*self._open] for number in watch.numbers}
-
-    def arrive(self, number: int, now: float) -> tuple[list[Watch], bool]:
-        """Return the watches for which this is the first signal, and whether the process must end.
-
-        The process ends at a watch's second signal if it arrives more than ``SAME_SECONDS`` after the first.
-        """
-        concerned = [watch for watch in [*self._open] if number in watch.numbers]
-        must_end = any(watch.first is not None and now - watch.first > SAME_SECONDS for watch in concerned)
-        fresh = [watch for watch in concerned if watch.first is None]
-        for watch in fresh:
-            watch.first = now
-        return fresh, must_end
+    The process ends at a watch's second signal if it arrives more than ``SAME_SECONDS`` after the first.
+    """
+    concerned = [watch for watch in watches if number in watch.numbers]
+    must_end = any(watch.first is not None and now - watch.first > SAME_SECONDS for watch in concerned)
+    fresh = [watch for watch in concerned if watch.first is None]
+    for watch in fresh:
+        watch.first = now
+    return fresh, must_end
 
 
 class Handler:
@@ -77,8 +59,13 @@ class Dispatcher:
     """The signal handlers of this process, shared by all watches. They are removed with the last watch."""
 
     def __init__(self) -> None:
-        self._watches = Watches()
+        self._open: list[Watch] = []
+        """The watches that are not closed."""
         self._wakeup: Wakeup | None = None
+
+    def _numbers(self) -> set[int]:
+        """Return the numbers of the signals that at least one watch handles."""
+        return {number for watch in [*self._open] for number in watch.numbers}
 
     def watch(self, names: Sequence[str], on_signal: Callable[[str], None]) -> Watch:
         """Handle these signals: call ``on_signal`` with the name of the first one that arrives, in any thread.
@@ -96,12 +83,12 @@ class Dispatcher:
         watch = Watch(frozenset(signal.Signals[name].value for name in names), on_signal)
         if self._wakeup is None:
             self._wakeup = Wakeup(self._arrived)
-        self._watches.add(watch)
+        self._open.append(watch)
         self._wakeup.begin()
         for number in watch.numbers:
             if not self._is_ours(number):
                 signal.signal(number, Handler(self, number))
-        child_signals.set_handled(self._watches.numbers())
+        child_signals.set_handled(self._numbers())
         return watch
 
     def close(self, watch: Watch) -> None:
@@ -110,16 +97,17 @@ class Dispatcher:
         Outside the main thread, they are restored later, by the next call in the main thread or when the signal
         arrives.
         """
-        self._watches.remove(watch)
-        child_signals.set_handled(self._watches.numbers())
+        with suppress(ValueError):  # It may be closed already.
+            self._open.remove(watch)
+        child_signals.set_handled(self._numbers())
         if _is_main_thread():
             self._put_back_all()
-            if self._wakeup is not None and not self._watches.numbers():
+            if self._wakeup is not None and not self._numbers():
                 self._wakeup.end()
 
     def handle(self, number: int) -> bool:
         """Process a signal in the main thread. Return whether the previous handler must be called."""
-        if number in self._watches.numbers():
+        if number in self._numbers():
             if self._wakeup is not None and not self._wakeup.is_set():
                 self._arrived(number)
         elif self._is_ours(number):
@@ -132,10 +120,10 @@ class Dispatcher:
 
     def leave_in_child(self) -> set[int]:
         """Restore the previous handlers in a forked child. Return the signals that the parent handles."""
-        handled = self._watches.numbers()
+        handled = self._numbers()
         if self._wakeup is not None:
             self._wakeup.leave_in_child()
-        self._watches = Watches()
+        self._open = []
         self._put_back_all()
         return handled
 
@@ -148,14 +136,14 @@ class Dispatcher:
 
     def _put_back(self, number: int) -> None:
         # A handler that was set after ours stays. None stands for a handler that was not set by Python.
-        while number not in self._watches.numbers() and isinstance(handler := signal.getsignal(number), Handler):
+        while number not in self._numbers() and isinstance(handler := signal.getsignal(number), Handler):
             if handler.previous is None:
                 return
             signal.signal(number, handler.previous)
 
     def _arrived(self, number: int) -> None:
         now = time.monotonic()
-        fresh, must_end = self._watches.arrive(number, now)
+        fresh, must_end = note_signal([*self._open], number, now)
         if must_end:
             name = signal.Signals(number).name
             log.warning("%s arrived a second time: the process ends at once", name)
@@ -163,7 +151,7 @@ class Dispatcher:
             # Not by an exception, because the main thread may never return from C code. The exit status is the one that
             # a shell reports for a process that was ended by a signal.
             os._exit(128 + number)
-        if number in self._watches.numbers():
+        if number in self._numbers():
             child_signals.note_arrival(number, now)
         for watch in fresh:
             watch.on_signal(signal.Signals(number).name)

@@ -41,6 +41,12 @@ def step_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def step_folders(names: Iterable[str]) -> dict[str, int]:
+    """Return the step of each folder whose name is that of a step, in the order of the steps."""
+    numbered = sorted((step, name) for name in names if (step := step_of(name)) is not None)
+    return {name: step for step, name in numbered}
+
+
 @dataclass(frozen=True)
 class Found:
     """A committed checkpoint of a run."""

@@ -36,49 +36,32 @@ def parse_options(ctx: click.Context, param: click.Parameter, given: Sequence[st
     return found or None
 
 
-def store_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
-    """Add ``--storage-option``, for commands that open a url."""
-    option = click.option(
-        "--storage-option",
-        *letters,
-        "storage_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=parse_options,
-        help="An option of the store, as in storage_options= (repeatable), for example "
-        f"{letters[0]} endpoint_url=http://localhost:9000",
+def _store_option(name: str, *letters: str, help_text: str) -> Callable[[F], F]:
+    parameter = name.removeprefix("--").replace("-", "_") + "s"
+    return click.option(
+        name, *letters, parameter, metavar="NAME=VALUE", multiple=True, callback=parse_options, help=help_text
     )
-    return option(command)
+
+
+def url_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
+    """Add ``--json`` and ``--storage-option``, for commands that open a url."""
+    json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+    text = f"An option of the store, as in storage_options= (repeatable), for example {letters[0]} "
+    text += "endpoint_url=http://localhost:9000"
+    return json_option(_store_option("--storage-option", *letters, help_text=text)(command))
 
 
 def target_options(command: F, help_text: str = "An option of B's store (-o is for A's).") -> F:
     """Add ``--target-option``, for commands with a second url."""
-    option = click.option(
-        "--target-option",
-        "-t",
-        "target_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=parse_options,
-        help=help_text,
-    )
-    return option(command)
+    return _store_option("--target-option", "-t", help_text=help_text)(command)
 
 
-def portable_option(command: F) -> F:
-    """Add ``--portable``."""
-    option = click.option(
-        "--portable",
-        "portable_dtypes",
-        is_flag=True,
-        help="Store bfloat16 and float8 as unsigned integers, for readers that know neither.",
-    )
-    return option(command)
-
-
-def json_option(command: F) -> F:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
+portable_option = click.option(
+    "--portable",
+    "portable_dtypes",
+    is_flag=True,
+    help="Store bfloat16 and float8 as unsigned integers, for readers that know neither.",
+)
 
 
 def header_option(command: F) -> F:

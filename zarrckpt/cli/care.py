@@ -11,13 +11,12 @@ import click
 from zarrckpt.cli._common import (
     header_option,
     import_hints,
-    json_option,
     open_checkpoint,
     print_json,
     print_line,
     print_table,
     progress_bar,
-    store_options,
+    url_options,
 )
 from zarrckpt.cli._wording import in_options
 
@@ -31,8 +30,7 @@ T = TypeVar("T")
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only list the objects, and find missing ones and wrong sizes.")
 @header_option
-@json_option
-@store_options
+@url_options
 def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
     """Check all objects of a checkpoint for damage. Exits with 1 if there is any.
 
@@ -59,8 +57,7 @@ def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -
 
 @click.command("doctor")
 @click.argument("url")
-@json_option
-@store_options
+@url_options
 def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
     """Describe a url: its checkpoint, damage, unfinished saves and leftovers, and the commands to run.
 
@@ -92,8 +89,7 @@ def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
 @click.option(
     "--stopped", is_flag=True, help="Delete all uncommitted saves. Only if no save to this url is running anywhere."
 )
-@json_option
-@store_options
+@url_options
 def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
     """Delete the objects of dead saves, or finish an interrupted removal. The checkpoint stays.
 
@@ -136,8 +132,7 @@ def _recovered_lines(report: RecoverReport) -> Iterator[str]:
 @click.command("rm")
 @click.argument("urls", metavar="URL...", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@json_option
-@store_options
+@url_options
 def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options: Any) -> None:
     """Delete checkpoints, even damaged ones, with the objects of all their saves. Refuses a url without a checkpoint.
 

@@ -13,15 +13,14 @@ import click
 from zarrckpt.cli._common import (
     format_number,
     header_option,
-    json_option,
     open_checkpoint,
     open_second,
     print_json,
     print_line,
     print_table,
     progress_bar,
-    store_options,
     target_options,
+    url_options,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
     "--sort", type=click.Choice(_ORDERS), default="name", help="Order by this column, largest first; name: as saved."
 )
 @header_option
-@json_option
-@store_options
+@url_options
 def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
     """Show min, max, mean, std, norm, the share of zeros, and counts of NaN and inf of each tensor.
 
@@ -93,8 +91,7 @@ def _sortable(item: TensorStats, column: str) -> float:
     target_options, help_text="An option of B's store (default: A's options, except for a local path; -o is for A's)."
 )
 @header_option
-@json_option
-@store_options
+@url_options
 def diff_command(
     one: str,
     other: str,

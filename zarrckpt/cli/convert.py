@@ -10,12 +10,11 @@ import click
 
 from zarrckpt.cli._common import (
     import_hints,
-    json_option,
     portable_option,
     print_json,
     print_line,
     progress_bar,
-    store_options,
+    url_options,
 )
 from zarrckpt.cli.copy import by_pattern, dtype, print_uncast, warnings_as_lines
 
@@ -52,8 +51,7 @@ _FORMATS = ("safetensors", "torch", "dcp")
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
-@json_option
-@store_options
+@url_options
 def export_command(
     url: str,
     target: str,
@@ -122,8 +120,7 @@ def export_command(
 @portable_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
-@json_option
-@store_options
+@url_options
 def import_command(
     source: str,
     url: str,

@@ -12,15 +12,14 @@ import click
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt.cli._common import (
-    json_option,
     name_target_option,
     open_checkpoint,
     portable_option,
     print_json,
     print_line,
     progress_bar,
-    store_options,
     target_options,
+    url_options,
 )
 
 _COMPRESSIONS = {None: "keep", "none": None}
@@ -97,8 +96,7 @@ def dtype(text: str) -> str:
 @portable_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
 @target_options
-@json_option
-@store_options
+@url_options
 def cp_command(
     source: str,
     target: str,

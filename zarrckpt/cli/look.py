@@ -13,13 +13,12 @@ from zarrckpt._errors import printable
 from zarrckpt.cli._common import (
     format_number,
     header_option,
-    json_option,
     open_checkpoint,
     print_json,
     print_line,
     print_table,
     progress_bar,
-    store_options,
+    url_options,
 )
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     "--all", "all_metadata", is_flag=True, help="For a folder: show all metadata, not only the rules' metric."
 )
 @header_option
-@json_option
-@store_options
+@url_options
 def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
@@ -100,8 +98,7 @@ def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--depth", type=click.IntRange(1), help="Number of levels to show (default: all).")
-@json_option
-@store_options
+@url_options
 def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
     """Show the names as a tree, with sizes. Levels are the parts between dots. --json nests like the state dict.
 
@@ -193,8 +190,7 @@ _LISTED = 12
 
 @click.command("info")
 @click.argument("url")
-@json_option
-@store_options
+@url_options
 def info_command(url: str, as_json: bool, storage_options: Any) -> None:
     """Show the facts of a checkpoint: sizes, dtypes, step, software and ranks that saved it.
 
@@ -304,8 +300,7 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
 @click.argument("url")
 @click.argument("key")
 @click.argument("slice_", metavar="[SLICE]", required=False)
-@json_option
-@store_options
+@url_options
 def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_options: Any) -> None:
     """Show one entry: a value, a tensor's statistics and first elements, or the elements of SLICE.
 

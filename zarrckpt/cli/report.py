@@ -9,14 +9,13 @@ from typing import Any
 import click
 
 from zarrckpt.cli._common import (
-    json_option,
     open_checkpoint,
     open_second,
     print_json,
     print_line,
     progress_bar,
-    store_options,
     target_options,
+    url_options,
 )
 
 _NAMED = 5
@@ -31,8 +30,7 @@ _NAMED = 5
 @click.option("--no-values", is_flag=True, help="Show only the layout, and read no tensor.")
 @click.option("--overwrite", "--force", "-f", is_flag=True, help="Replace an existing page.")
 @partial(target_options, help_text="An option of OTHER's store (default: URL's options, except for a local path).")
-@json_option
-@partial(store_options, letters=["-O"])
+@partial(url_options, letters=["-O"])
 def report_command(
     url: str,
     other: str | None,

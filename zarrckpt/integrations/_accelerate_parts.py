@@ -12,13 +12,13 @@ from accelerate.data_loader import SeedableRandomSampler
 
 import zarrckpt
 from zarrckpt.integrations import _values
-from zarrckpt.integrations._data import objects_in, refuse_objects
+from zarrckpt.integrations._data import find_objects, refuse_objects
 
 
 def state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
     """Return an object's state dict. Raises UnsupportedValueError if it has values that are not data."""
     state: dict[str, Any] = part.state_dict()
-    refuse_objects(objects_in(state, name, allow_pickle=allow_pickle))
+    refuse_objects(find_objects(state, name, allow_pickle=allow_pickle))
     return state
 
 
@@ -67,7 +67,7 @@ def run_save_hooks(accelerator: Accelerator) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         for hook in hooks:
             hook(accelerator._models, weights, folder)
-        return _values.files_below(folder)
+        return _values.read_files(folder)
 
 
 def run_load_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:

@@ -18,12 +18,12 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 import zarrckpt
 from zarrckpt._errors import log
 from zarrckpt._store._url import normalize
-from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._data import find_objects, refuse_objects, with_plain_parameters
 from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
 """The end of a root document's url, after the checkpoint's url."""
-ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
+PICKLE_HINT = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
 """Text for errors: the code with which a user saves values that are not data, or leaves them out."""
 FINDS_LAST = "finds_last"
 """Key in the saved state of a ZarrModelCheckpoint. Lightning's own ModelCheckpoint does not save it."""
@@ -75,7 +75,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save a checkpoint. Called on rank 0 only. Raises the errors of :func:`zarrckpt.save`."""
         checkpoint, url = with_plain_parameters(checkpoint), url_of(path)
-        refuse_objects(self.faults(checkpoint), ALLOW)
+        refuse_objects(self.faults(checkpoint), PICKLE_HINT)
         warn_of_last(checkpoint)
         prepare_local_path(url)
         self.save(checkpoint, url, run_metadata(checkpoint), no_dist=True, storage_options=storage_options)
@@ -214,7 +214,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """Return a text for each value of a state that these settings refuse to save."""
-        return [*objects_in(state, allow_pickle=self.allow_pickle)]
+        return [*find_objects(state, allow_pickle=self.allow_pickle)]
 
 
 _BEST_AND_LAST = ("best_k_models", "kth_best_model_path", "kth_value", "last_model_path")

@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 import zarrckpt
 from zarrckpt.integrations._data import refuse_objects, state_to_check
 from zarrckpt.integrations._lightning_io import (
-    ALLOW,
+    PICKLE_HINT,
     ZarrCheckpointIO,
     is_saved_by_lightning,
     prepare_local_path,
@@ -39,7 +39,7 @@ class ShardedStrategy:
 
     broadcast: Callable[[Any], Any]
     is_global_zero: bool
-    takes_numbers = True
+    loads_numbered = True
     """Whether optimizers can load by the numbers of their parameters. FSDP1 flattens and splits parameters."""
     _checkpoint_io: ZarrCheckpointIO | None
 
@@ -73,8 +73,8 @@ class ShardedStrategy:
             warn_of_last(rest)
             prepare_local_path(url_of(path))
         url, faults = self.broadcast((url_of(path), faults))
-        refuse_objects(faults, ALLOW)
-        rest = rest if self.is_global_zero else _parts_in(rest)
+        refuse_objects(faults, PICKLE_HINT)
+        rest = rest if self.is_global_zero else _sharded_part(rest)
         metadata = {**metadata, _OBJECTS: sorted(objects)}
         self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)
 
@@ -119,7 +119,7 @@ class ShardedStrategy:
 
         The state has no module, because zarrckpt uses parameter names if it has one.
         """
-        if not self.takes_numbers:
+        if not self.loads_numbered:
             raise zarrckpt.UnsupportedLayoutError(
                 f"{url} cannot be loaded with FSDP1: it was saved on one device or with DDP, so the optimizer's "
                 "parameters have numbers, and FSDP1 needs names. Use FSDP2 (ZarrModelParallelStrategy, or "
@@ -135,7 +135,7 @@ def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
     return _Contents([*dict.fromkeys(str(path[0]) for path in paths)], objects, [*dict.fromkeys(numbered)])
 
 
-def _parts_in(rest: Mapping[str, Any]) -> dict[str, Any]:
+def _sharded_part(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a state that each rank must save: sharded tensors and PerRank values."""
 
     def shared(value: Any) -> bool:
@@ -145,5 +145,7 @@ def _parts_in(rest: Mapping[str, Any]) -> dict[str, Any]:
         return sharded or isinstance(value, zarrckpt.PerRank)
 
     return {
-        key: _parts_in(value) if isinstance(value, Mapping) else value for key, value in rest.items() if shared(value)
+        key: _sharded_part(value) if isinstance(value, Mapping) else value
+        for key, value in rest.items()
+        if shared(value)
     }

@@ -189,7 +189,7 @@ def _export_model(
     dtype: str | None,
     max_file_bytes: int,
 ) -> Any:
-    weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
+    weights = ckpt.select(prefix, exclude=_find_tied(ckpt, prefix, config))
     report = zarrckpt.to_safetensors(weights, folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
     # from_pretrained creates the model in the dtype of its configuration.
     dtypes = (str(ckpt.entry(fqn).dtype) for fqn in ckpt.select(prefix).tensors)
@@ -205,7 +205,7 @@ def _export_model(
     return report
 
 
-def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
+def _find_tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
     """Return the names of weights that a model with this configuration shares with other weights of the checkpoint."""
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     tied = getattr(kind, "_tied_weights_keys", None) if config.tie_word_embeddings else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerState
 
 import zarrckpt
+from zarrckpt._errors import log
 from zarrckpt.integrations import _data, _values
 
 
@@ -36,7 +38,7 @@ class RestOfTrainer:
             rest["saved"] = ["model", "optimizer", "rng", *rest]
             checked |= {"trainer": {**rest}, "optimizer": _data.state_to_check(plain_optimizer(trainer))}
             rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
-        _data.refuse_objects(_data.objects_in(checked, allow_pickle=self._allow_pickle))
+        _data.refuse_objects(_data.find_objects(checked, allow_pickle=self._allow_pickle))
         if trainer.is_world_process_zero():  # Times in the state differ between ranks.
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest
@@ -96,6 +98,28 @@ def _state_text(trainer: Any) -> str:
                 f"{name!r} of the TrainerState cannot be saved as JSON: {err}"
             ) from err
     return json.dumps(fields)
+
+
+def parse_trainer_state(found: Mapping[str, Any], run: str) -> tuple[dict[str, Any], str]:
+    """Return the facts of a saved Trainer from which training resumes, and the text of its trainer_state.json.
+
+    The best checkpoint is a text in the loaded checkpoint, so it is never opened as a url: it must be the name of a
+    step. It has no folder, so runs can be moved.
+    """
+    trainer_state = json.loads(found["state"])
+    saved = trainer_state["best_model_checkpoint"]
+    is_step = isinstance(saved, str) and re.fullmatch(r"step-\d+", saved, re.ASCII)
+    if saved is not None and not is_step:
+        log.warning(
+            "the best checkpoint %r is ignored, because it is not a step of the run %s. Comparison of metrics starts "
+            "again",
+            saved,
+            run,
+        )
+        trainer_state |= {"best_metric": None, "best_global_step": None}
+    best = f"{run}/{saved}" if is_step else None
+    trainer_state["best_model_checkpoint"] = None  # The Trainer would look for a local folder.
+    return {"saved": found["saved"], "state": found["state"], "best": best, "run": run}, json.dumps(trainer_state)
 
 
 class AdaptersOnly(nn.Module):

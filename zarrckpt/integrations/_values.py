@@ -48,14 +48,14 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
             module.set_rng_state(own, i)
 
 
-def files_below(folder: str) -> dict[str, torch.Tensor]:
+def read_files(folder: str) -> dict[str, torch.Tensor]:
     """Return the bytes of each file below a folder, by its path in the folder."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
 
 
 def write_files(folder: str, files: Mapping[str, torch.Tensor]) -> None:
-    """Write files that :func:`files_below` returned.
+    """Write files that :func:`read_files` returned.
 
     Raises CorruptCheckpointError if a path lies outside of the folder, or if the content is not bytes.
     """

@@ -213,14 +213,15 @@ class _TrainerSharded(ShardedStrategy):
     model: Any
     optimizers: list[Optimizer]
     lightning_module: Any
-    _dumped: dict[str, Any]
+    _given_weights: Mapping[str, Any] = {}
+    """The weights that Lightning has got for the current save. Hooks may change the checkpoint's weights later."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's sharded state dict, without a gather or a copy. Collective with FSDP1."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        self._dumped = get_model_state_dict(self.model)
-        return dict(self._dumped)
+        self._given_weights = get_model_state_dict(self.model)
+        return dict(self._given_weights)
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return the optimizer itself in place of its state. The save reads the state from it."""
@@ -230,9 +231,10 @@ class _TrainerSharded(ShardedStrategy):
         self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         """Save the checkpoint that Lightning built. Called on all ranks. Raises the errors of :func:`zarrckpt.save`."""
-        metadata, dumped = run_metadata(checkpoint), self.__dict__.pop("_dumped", {})
+        metadata = run_metadata(checkpoint)
+        given, self._given_weights = self._given_weights, {}
         weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
-        if weights.keys() == dumped.keys() and all(value is dumped[name] for name, value in weights.items()):
+        if weights.keys() == given.keys() and all(value is given[name] for name, value in weights.items()):
             weights = self.model  # From the model, zarrckpt gets the names of the optimizers' parameters.
         else:  # A hook changed the weights in the checkpoint.
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -287,7 +289,7 @@ class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
     cannot be loaded: UnsupportedLayoutError.
     """
 
-    takes_numbers = False
+    loads_numbered = False
 
 
 class _FabricSharded(ShardedStrategy):
@@ -357,4 +359,4 @@ class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignor
     Optimizers that were saved on one device or with DDP cannot be loaded: UnsupportedLayoutError.
     """
 
-    takes_numbers = False
+    loads_numbered = False

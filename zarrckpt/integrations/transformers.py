@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import tempfile
@@ -30,6 +29,7 @@ from zarrckpt.integrations._trainer_state import (  # noqa: E402
     TotalLimit,
     enabled_scaler,
     is_finite,
+    parse_trainer_state,
     plain_optimizer,
 )
 
@@ -227,7 +227,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         if os.path.dirname(os.path.abspath(url)) == self._resumed.get("folder") and os.path.isfile(own):
             super()._load_best_model()  # The Trainer itself saved it before the run used zarrckpt.
             return
-        if self._step_in_run(url) is None and url != self._resumed.get("best"):
+        if _step_in_run(self.checkpoint_dir, url) is None and url != self._resumed.get("best"):
             log.warning("the best model was not loaded, because its checkpoint %r is not in this run", url)
             return
         try:
@@ -262,7 +262,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
                 '"auto" to start without'
             )
         url = str(newest) if resume is True else normalize(resume)
-        step, last = self._step_in_run(url), self._step_in_run(newest or "")
+        step, last = _step_in_run(self.checkpoint_dir, url), _step_in_run(self.checkpoint_dir, newest or "")
         state: dict[str, Any] = {"trainer": {"state": None, "saved": None}}
         if resume is True or step is not None:
             if step != last and not self._rewind:
@@ -284,25 +284,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
     def _write_trainer_state(self, found: Mapping[str, Any], run: str, folder: str) -> None:
         """Write the file that the Trainer itself reads from a checkpoint, trainer_state.json, into a folder."""
-        trainer_state = json.loads(found["state"])
-        saved = trainer_state["best_model_checkpoint"]
-        best = _best_in_run(run, saved)
-        if saved is not None and best is None:
-            log.warning(
-                "the best checkpoint %r is ignored, because it is not a step of the run %s. Comparison of metrics "
-                "starts again",
-                saved,
-                run,
-            )
-            trainer_state |= {"best_metric": None, "best_global_step": None}
-        self._resumed = {"saved": found["saved"], "state": found["state"], "best": best, "run": run}
-        trainer_state["best_model_checkpoint"] = None  # The Trainer would look for a local folder.
-        Path(folder, _STATE_FILE).write_text(json.dumps(trainer_state))
-
-    def _step_in_run(self, url: str) -> int | None:
-        """Return the step of a checkpoint of this run, or None for other urls."""
-        match = re.fullmatch(re.escape(f"{self.checkpoint_dir}/step-") + r"(\d+)", url)
-        return None if match is None else int(match[1])
+        self._resumed, text = parse_trainer_state(found, run)
+        Path(folder, _STATE_FILE).write_text(text)
 
     def _saved(self) -> dict[str, Any]:
         """Return the state to save. Slow parts are read by the save itself."""
@@ -314,13 +297,10 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         return AdaptersOnly(model) if self.adapters_only else model
 
 
-def _best_in_run(run: str, saved: Any) -> str | None:
-    """Return the url of the best step that a saved state names, or None if its text is not the name of a step.
-
-    The text comes from the checkpoint, so it is never opened as a url. It has no folder, so runs can be moved.
-    """
-    named = isinstance(saved, str) and re.fullmatch(r"step-\d+", saved, re.ASCII)
-    return f"{run}/{saved}" if named else None
+def _step_in_run(run: str, url: str) -> int | None:
+    """Return the step of a checkpoint of a run, or None for other urls."""
+    match = re.fullmatch(re.escape(f"{run}/step-") + r"(\d+)", url)
+    return None if match is None else int(match[1])
 
 
 class ZarrTrainer(ZarrCheckpointMixin, Trainer):  # type: ignore[misc]

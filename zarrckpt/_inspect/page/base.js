@@ -1,11 +1,11 @@
-// What all parts of the page share: the data, elements, numbers for people, the tooltip.
-// Names and values come from the checkpoint: they become text, never markup.
+// Functions that all parts of the page use: elements, texts of numbers, colours, the tooltip.
+// Names and values come from the checkpoint, so they become text and never markup.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
 const TWO = DATA.sides.length === 2;
 const SIDE_NAMES = ['A', 'B'];
 
-/** An element. Properties: on* handlers, style as a mapping, others as attributes. Children: nodes or text. */
+/** Return an element. Properties are on* handlers, a mapping for style, and attributes. Children are nodes or texts. */
 function el(tag, properties, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties || {})) {
@@ -18,7 +18,7 @@ function el(tag, properties, ...children) {
   return made;
 }
 
-/** An SVG element. */
+/** Return an SVG element. */
 function svg(tag, attributes, ...children) {
   const made = document.createElementNS('http://www.w3.org/2000/svg', tag);
   for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
@@ -26,11 +26,11 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
-// -- numbers for people
+// -- texts of numbers
 
 const UNITS = ['B', 'KB', 'MB', 'GB', 'TB', 'PB'];
 
-/** Bytes with three digits, as the command line shows them. */
+/** Return a number of bytes with three digits, as on the command line. */
 function bytesText(nbytes) {
   let amount = nbytes,
     unit = 0;
@@ -45,7 +45,7 @@ function countText(count) {
   return Math.round(count).toLocaleString('en-US');
 }
 
-/** 8,030,261,248 as 8.03 billion. */
+/** Return 8,030,261,248 as 8.03 billion. */
 function largeText(count) {
   for (const [size, word] of [
     [1e12, 'trillion'],
@@ -61,19 +61,19 @@ function minus(text) {
   return text.replaceAll('-', '\u2212');
 }
 
-/** A number of the data: null is NaN, texts are infinities and integers of more than 53 bits. */
+/** Parse a number of the data: null is NaN, texts are infinities and integers of more than 53 bits. */
 function asNumber(value) {
   if (value === null || value === undefined) return NaN;
   return typeof value === 'string' ? Number(value.replace('inf', 'Infinity')) : value;
 }
 
-/** Integers in full; other numbers with some digits at most. */
+/** Return an integer in full, or another number with at most `digits` digits. */
 function exactText(value, digits = 5) {
   const whole = typeof value === 'string' ? !value.endsWith('inf') : Number.isSafeInteger(value);
   return whole ? minus(BigInt(value).toLocaleString('en-US')) : numberText(value, digits);
 }
 
-/** Five digits at most. */
+/** Return a number with at most `digits` digits. */
 function numberText(value, digits = 5) {
   const number = asNumber(value);
   if (Number.isNaN(number)) return '\u2013';
@@ -107,7 +107,7 @@ function plural(count, word, text = countText) {
   return `${text(count)} ${word}${count === 1 ? '' : 's'}`;
 }
 
-/** Characters that print nothing, or turn the text around, made visible: a name is not to pass for another one. */
+/** Escape characters that are invisible or change the direction of text, so that no name looks like another. */
 function visible(text) {
   return text.replace(
     /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu,
@@ -119,7 +119,7 @@ function visible(text) {
 
 const themeColours = new Map();
 
-/** A colour of the theme; kept until the theme changes. */
+/** Return a colour of the theme. It is cached until the theme changes. */
 function themed(name) {
   if (!themeColours.has(name))
     themeColours.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
@@ -140,7 +140,7 @@ const VIRIDIS = [
   [253, 231, 37],
 ];
 
-/** The colour of a rank: one of eight, or a place on a scale where there are more. */
+/** Return the colour of a rank: one of eight, or a colour on a scale if there are more ranks. */
 function rankColour(rank, ranks) {
   if (ranks <= CATEGORIES) return categoryColour(rank);
   const at = (rank / Math.max(ranks - 1, 1)) * (VIRIDIS.length - 1);
@@ -153,7 +153,7 @@ function rankColour(rank, ranks) {
 
 const tip = el('div', { class: 'tip', role: 'tooltip', hidden: true });
 
-/** Show rows of text beside a point; the first one is a title. */
+/** Show a title and rows of text beside a point. */
 function showTip(x, y, title, rows) {
   tip.replaceChildren(el('b', {}, title), ...rows.map((row) => el('div', {}, row)));
   tip.hidden = false;
@@ -167,7 +167,7 @@ function hideTip() {
   tip.hidden = true;
 }
 
-/** A section of the page with a heading. */
+/** Return a section of the page with a heading. */
 function section(title, note, ...children) {
   return el(
     'section',
@@ -177,7 +177,23 @@ function section(title, note, ...children) {
   );
 }
 
-/** Buttons of which one is chosen; calls back with its name. */
+/** Return the label of side 0 (A) or 1 (B). */
+function sideLabel(i) {
+  return el('span', { class: `side side${i}` }, SIDE_NAMES[i]);
+}
+
+/** Return the head of a table. Cells are nodes or texts. */
+function tableHead(...cells) {
+  return el('thead', {}, el('tr', {}, ...cells.map((cell) => (cell instanceof Node ? cell : el('th', {}, cell)))));
+}
+
+/** Return a row of a table that begins with a heading. Cells are nodes or texts. */
+function headedRow(name, cells, properties = {}) {
+  const rest = cells.map((cell) => (cell instanceof Node ? cell : el('td', {}, cell)));
+  return el('tr', properties, el('th', { scope: 'row' }, name), ...rest);
+}
+
+/** Return buttons of which one is selected. A click calls `change` with the button's name. */
 function choice(label, options, chosen, change) {
   const buttons = options.map(([name, text, count]) =>
     el(

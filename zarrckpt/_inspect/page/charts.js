@@ -1,6 +1,6 @@
 // Histograms. One is [exponent, first, counts]: counts[i] numbers from first + i to first + i + 1, times 2 ** exponent.
 
-/** The same numbers in coarser bins. */
+/** Return a histogram with coarser bins. */
 function coarser(histogram, exponent) {
   let [at, first, counts] = histogram;
   while (at < exponent) {
@@ -16,13 +16,13 @@ function coarser(histogram, exponent) {
   return [at, first, counts];
 }
 
-/** Two histograms with bins of one width. */
+/** Return histograms with bins of equal width. */
 function alike(histograms) {
   const exponent = Math.max(...histograms.map((one) => one[0]));
   return histograms.map((one) => coarser(one, exponent));
 }
 
-/** A small histogram for a row of the table. */
+/** Return a small histogram for a row of the table. */
 function sparkline(looks, width = 116, height = 22) {
   const shown = looks.map((look) => look && (look.bulk || look.histogram));
   const found = alike(shown.filter(Boolean));
@@ -54,7 +54,7 @@ function sparkline(looks, width = 116, height = 22) {
   return image;
 }
 
-/** The outline of columns that stand side by side on a line. */
+/** Return the path of the outline of adjacent columns. */
 function outline(heights, left, step, bottom) {
   const points = [`M${left.toFixed(2)} ${bottom}`];
   heights.forEach((height, i) => {
@@ -63,7 +63,7 @@ function outline(heights, left, step, bottom) {
   return `${points.join('')}V${bottom}Z`;
 }
 
-/** About `most` round numbers from low to high. */
+/** Return about `most` round numbers from low to high. */
 function ticks(low, high, most) {
   const rough = (high - low) / most,
     power = 10 ** Math.floor(Math.log10(rough));
@@ -73,7 +73,7 @@ function ticks(low, high, most) {
   return found;
 }
 
-/** A histogram with axes, of one tensor or of two sides of one. Options: log counts, the full range. */
+/** Return a histogram with axes for one side or two. Options: logarithmic counts, the full range. */
 function histogramChart(looks, options) {
   const [width, height, left, right, top, bottom] = [400, 172, 8, 8, 10, 26];
   const some = looks.filter(Boolean);

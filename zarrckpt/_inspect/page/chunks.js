@@ -1,8 +1,8 @@
-// A picture of a tensor's chunk grid: which rank wrote which chunk, and where NaN and inf are.
+// A picture of a tensor's chunk grid: the rank that wrote each chunk, and the chunks with NaN and inf.
 
 const MAX_PANELS = 36;
 
-/** The rank of every chunk, in C order, from runs (first, step, count); null where the page has none. */
+/** Return the rank of every chunk in C order, from sequences (first, step, count), or null if the page has none. */
 function writersOf(layout) {
   if (!layout.writers) return null;
   const ranks = new Float64Array(layout.chunks);
@@ -11,12 +11,12 @@ function writersOf(layout) {
   return ranks;
 }
 
-/** The counts of chunks along each dimension. */
+/** Return the number of chunks along each dimension. */
 function chunkCounts(layout) {
   return layout.shape.map((n, d) => Math.ceil(n / layout.chunk[d]));
 }
 
-/** The last two dimensions as rows and columns; those before them number panels. */
+/** Return the last two dimensions as rows and columns. The dimensions before them count panels. */
 function chunkPlane(layout) {
   const rank = layout.shape.length,
     counts = chunkCounts(layout);
@@ -33,7 +33,7 @@ function chunkPlane(layout) {
   };
 }
 
-/** Where panels and cells are drawn, in pixels. */
+/** Return the positions of panels and cells, in pixels. */
 function chunkFrame(plane, width) {
   const panels = Math.min(plane.panels, MAX_PANELS),
     per = Math.min(panels, panels > 12 ? 9 : 4),
@@ -52,7 +52,7 @@ function chunkFrame(plane, width) {
   return { panels, panelWidth, panelHeight, origin, height: lines * (panelHeight + gap) - gap };
 }
 
-/** The picture of one side's chunk grid; `broken` has [chunk, elements that are NaN or inf]. */
+/** Return the picture of one side's chunk grid. `broken` has [chunk, number of elements that are NaN or inf]. */
 function chunkPicture(layout, ranks, broken) {
   const plane = chunkPlane(layout),
     writers = writersOf(layout),
@@ -165,7 +165,7 @@ function chunkPicture(layout, ranks, broken) {
   }
 }
 
-/** Diagonal lines over a cell. */
+/** Draw diagonal lines over a cell. */
 function hatch(pen, x, y, w, h, colour) {
   pen.save();
   pen.beginPath();
@@ -182,7 +182,7 @@ function hatch(pen, x, y, w, h, colour) {
   pen.restore();
 }
 
-/** The ranks of a picture: a patch each, or a scale. */
+/** Return the legend of a picture: a patch for each rank, or a scale. */
 function rankLegend(layout, ranks) {
   const writers = writersOf(layout);
   if (!writers) return el('p', { class: 'note' }, 'The order of its writers is too long for this page.');

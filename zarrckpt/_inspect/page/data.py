@@ -14,11 +14,11 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.root import BlobEntry
-from zarrckpt._inspect.differences import TensorDifference, wider
+from zarrckpt._inspect.differences import TensorDifference, choose_wider
 from zarrckpt._inspect.info import CheckpointInfo
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.page.layout import Layouts
-from zarrckpt._inspect.page.values import Extreme, Look, look_at, look_at_both
+from zarrckpt._inspect.page.values import Extreme, PageStats, read_stats
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import value_text
@@ -52,7 +52,7 @@ class Side:
 class PageNumbers:
     """The statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
-    looks: tuple[dict[str, Look], ...]
+    looks: tuple[dict[str, PageStats], ...]
     differences: Mapping[str, TensorDifference]
 
     def is_broken(self, fqn: str) -> bool:
@@ -61,12 +61,15 @@ class PageNumbers:
         return any(look.stats.nan or look.stats.inf for look in looks)
 
 
-def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
+def read_numbers(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
     """Read all tensors of the sides once, and compare the tensors in ``same``, whose numbers can be compared."""
     both = set(same)
-    rest = [[fqn for fqn in side.tensors if fqn not in both] for side in sides]
-    amounts = [sum(wider(sides[0].catalog, sides[1].catalog, fqn).nbytes for fqn in same)]
-    amounts += [sum(side.tensors[fqn].nbytes for fqn in names) for side, names in zip(sides, rest, strict=True)]
+    groups = [([*range(len(sides))], [*same])]
+    groups += [([number], [fqn for fqn in side.tensors if fqn not in both]) for number, side in enumerate(sides)]
+    catalogs = [side.catalog for side in sides]
+    amounts = [
+        sum(choose_wider(catalogs[own[0]], catalogs[own[-1]], fqn).nbytes for fqn in fqns) for own, fqns in groups
+    ]
 
     def part(number: int) -> Progress | None:
         if progress is None:
@@ -74,12 +77,13 @@ def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | 
         before, total = sum(amounts[:number]), sum(amounts)
         return lambda done, _: progress(before + done, total)
 
-    found: list[dict[str, Look]] = [{} for _ in sides]
+    found: list[dict[str, PageStats]] = [{} for _ in sides]
     differences: dict[str, TensorDifference] = {}
-    if same:
-        found[0], found[1], differences = look_at_both(sides[0].catalog, sides[1].catalog, list(same), part(0))
-    for number, (side, names) in enumerate(zip(sides, rest, strict=True)):
-        found[number] |= look_at(side.catalog, names, part(number + 1))
+    for number, (own, fqns) in enumerate(groups):
+        looks, differing = read_stats([catalogs[side] for side in own], fqns, part(number))
+        differences |= differing
+        for side, known in zip(own, looks, strict=True):
+            found[side] |= known
     return PageNumbers(tuple(found), differences)
 
 
@@ -130,7 +134,7 @@ def _tensor_json(
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1
     # If two tensors were compared, their chunks with NaN and inf are numbered by the grid of the wider one.
-    counted = wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
+    counted = choose_wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
     looks: list[Json | None] = []
     for number, node in enumerate(nodes):
         look = found.looks[number].get(fqn) if found is not None else None
@@ -160,7 +164,7 @@ def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
     return True if equal else False if one.compression is None else None
 
 
-def _look_json(look: Look, *, with_chunks: bool) -> Json:
+def _look_json(look: PageStats, *, with_chunks: bool) -> Json:
     found: Json = {"stats": [_number(value) for value in dataclasses.astuple(look.stats)]}
     if look.histogram is not None:
         found["histogram"] = _histogram(look.histogram)
@@ -180,7 +184,7 @@ def _histogram(found: Histogram) -> list[Any]:
     return [found.exponent, found.first, found.counts.tolist()]
 
 
-def _extreme(item: Extreme, look: Look) -> list[Any]:
+def _extreme(item: Extreme, look: PageStats) -> list[Any]:
     value, position = item
     sigma = look.sigmas.get(value)
     return [_number(value), position, sigma if sigma is None else round(sigma, 4)]

@@ -1,8 +1,8 @@
-// All about one tensor: made when it is selected.
+// The panel of one tensor, which is built when the tensor is selected.
 
 const STAT_NAMES = ['count', 'nan', 'inf', 'zeros', 'min', 'max', 'mean', 'std', 'norm'];
 
-/** The statistics of a look as a mapping. */
+/** Return the statistics of one side as a mapping. */
 function statsOf(look) {
   return Object.fromEntries(STAT_NAMES.map((name, i) => [name, look.stats[i]]));
 }
@@ -34,7 +34,7 @@ const STATUS_TEXT = {
   unknown: 'not compared',
 };
 
-/** The panel for one tensor. */
+/** Return the panel of one tensor. */
 function detail(tensor, close) {
   const known = tensor.sides.map((side, i) => [side, i]).filter(([side]) => side);
   const looks = tensor.sides.map((side) => side && side.look);
@@ -59,7 +59,7 @@ function detail(tensor, close) {
   );
 }
 
-/** Long names break behind dots. */
+/** Allow line breaks after the dots of a name. */
 function breakable(text) {
   return text.split('.').flatMap((part, i) => (i ? ['.', el('wbr'), part] : [part]));
 }
@@ -83,12 +83,12 @@ function chips(tensor, known) {
     ...(same
       ? [texts[0]]
       : texts.map((text, i) =>
-          el('span', {}, el('span', { class: `side side${known[i][1]}` }, SIDE_NAMES[known[i][1]]), text),
+          el('span', {}, sideLabel(known[i][1]), text),
         )),
   );
 }
 
-/** How far the two sides are apart. */
+/** Return a table of the differences between the sides. */
 function changes(tensor) {
   const found = tensor.difference;
   if (!found) return el('p', { class: 'chips' }, STATUS_TEXT[tensor.status]);
@@ -102,49 +102,27 @@ function changes(tensor) {
     ['gone NaN', found.gone_nan && countText(found.gone_nan), 'elements that are NaN in A alone'],
     ['common NaN', found.common_nan && countText(found.common_nan), 'elements that are NaN in A and B'],
   ].filter(([, text]) => text);
-  return el(
-    'div',
-    { class: 'block' },
-    el('h4', {}, 'Change from A to B'),
-    el(
-      'table',
-      { class: 'numbers' },
-      el(
-        'tbody',
-        {},
-        ...rows.map(([name, text, note]) =>
-          el(
-            'tr',
-            { title: note },
-            el('th', { scope: 'row' }, name),
-            el('td', {}, text),
-          ),
-        ),
-        el(
-          'tr',
-          {},
-          el('th', { scope: 'row' }, 'elements that differ'),
-          el('td', {}, `${countText(found.unequal)} (${shareText(found.unequal, found.count)})`),
-        ),
-        found.not_finite
-          ? el(
-              'tr',
-              { title: 'left out of the differences above' },
-              el('th', { scope: 'row' }, 'of these NaN or inf'),
-              el('td', {}, countText(found.not_finite)),
-            )
-          : null,
-        found.dtypes[0] === found.dtypes[1]
-          ? null
-          : el(
-              'tr',
-              { title: `what a cast between ${found.dtypes.join(' and ')} does not explain` },
-              el('th', { scope: 'row' }, 'by more than rounding'),
-              el('td', {}, `${countText(found.beyond_rounding)} (${shareText(found.beyond_rounding, found.count)})`),
-            ),
-      ),
-    ),
+  const share = (count) => `${countText(count)} (${shareText(count, found.count)})`;
+  const body = el(
+    'tbody',
+    {},
+    ...rows.map(([name, text, note]) => headedRow(name, [text], { title: note })),
+    headedRow('elements that differ', [share(found.unequal)]),
+    found.not_finite
+      ? headedRow('of these NaN or inf', [countText(found.not_finite)], { title: 'left out of the differences above' })
+      : null,
+    found.dtypes[0] === found.dtypes[1]
+      ? null
+      : headedRow('by more than rounding', [share(found.beyond_rounding)], {
+          title: `what a cast between ${found.dtypes.join(' and ')} does not explain`,
+        }),
   );
+  return block('Change from A to B', el('table', { class: 'numbers' }, body));
+}
+
+/** Return a titled part of the panel. */
+function block(title, ...children) {
+  return el('div', { class: 'block' }, el('h4', {}, title), ...children);
 }
 
 function cosineText(value) {
@@ -159,10 +137,8 @@ function histograms(looks) {
   const constant = some.every((look) => statsOf(look).min === statsOf(look).max);
   const shown = looks.map((look) => (look && look.histogram ? look : null));
   if (constant)
-    return el(
-      'div',
-      { class: 'block' },
-      el('h4', {}, 'Distribution'),
+    return block(
+      'Distribution',
       el(
         'p',
         { class: 'note' },
@@ -229,49 +205,26 @@ function numbers(looks) {
     ['NaN', (stats) => countText(stats.nan)],
     ['inf', (stats) => countText(stats.inf)],
   ];
-  return el(
-    'div',
-    { class: 'block' },
-    el('h4', {}, 'Numbers'),
-    el(
-      'table',
-      { class: 'numbers' },
-      some.length > 1
-        ? el(
-            'thead',
-            {},
-            el(
-              'tr',
-              {},
-              el('th', {}),
-              ...some.map(([, i]) => el('th', {}, el('span', { class: `side side${i}` }, SIDE_NAMES[i]))),
-            ),
-          )
-        : null,
-      el(
-        'tbody',
-        {},
-        ...rows.map(([name, text]) =>
-          el(
-            'tr',
-            {},
-            el('th', { scope: 'row' }, text),
-            ...found.map((stats) => el('td', {}, exactText(stats[name], 6))),
-          ),
-        ),
-        ...counts.map(([name, text]) =>
-          el(
-            'tr',
-            {},
-            el('th', { scope: 'row' }, name),
-            ...found.map((stats) =>
-              el('td', { class: name !== 'zeros' && stats[name.toLowerCase()] ? 'bad' : null }, text(stats)),
-            ),
-          ),
-        ),
+  const cell = (stats, name, text) =>
+    el('td', { class: name !== 'zeros' && stats[name.toLowerCase()] ? 'bad' : null }, text(stats));
+  const body = el(
+    'tbody',
+    {},
+    ...rows.map(([name, text]) =>
+      headedRow(
+        text,
+        found.map((stats) => exactText(stats[name], 6)),
+      ),
+    ),
+    ...counts.map(([name, text]) =>
+      headedRow(
+        name,
+        found.map((stats) => cell(stats, name, text)),
       ),
     ),
   );
+  const heads = some.length > 1 ? tableHead('', ...some.map(([, i]) => el('th', {}, sideLabel(i)))) : null;
+  return block('Numbers', el('table', { class: 'numbers' }, heads, body));
 }
 
 function outliers(looks) {
@@ -280,35 +233,22 @@ function outliers(looks) {
       if (!look || !look.low || !look.low.length) return null;
       const { count } = statsOf(look);
       if (look.low[0][2] === null) return null;
-      const heads = el(
-        'thead',
-        {},
-        el(
-          'tr',
-          {},
-          el('th', {}),
-          el('th', {}, 'value'),
-          el('th', {}, 'at'),
-          el('th', { title: 'Standard deviations from the mean' }, '\u03c3'),
-        ),
-      );
+      const sigma = el('th', { title: 'Standard deviations from the mean' }, '\u03c3');
+      const heads = tableHead('', 'value', 'at', sigma);
       const group = (title, list) =>
         el(
           'tbody',
           {},
           ...list.map(([value, at, sigmas], place) =>
-            el(
-              'tr',
-              {},
-              el('th', { scope: 'row' }, place ? '' : title),
-              el('td', {}, exactText(value)),
+            headedRow(place ? '' : title, [
+              exactText(value),
               el('td', { class: 'at' }, `[${at.join(', ')}]`),
               el('td', { class: Math.abs(sigmas) >= 6 ? 'warn' : null }, minus(sigmas.toFixed(1))),
-            ),
+            ]),
           ),
         );
       return [
-        TWO ? el('span', { class: `side side${i}` }, SIDE_NAMES[i]) : null,
+        TWO ? sideLabel(i) : null,
         el('table', { class: 'numbers extremes' }, heads, group('lowest', look.low), group('highest', look.high)),
         look.beyond
           ? el(
@@ -321,7 +261,7 @@ function outliers(looks) {
     })
     .filter(Boolean)
     .flat();
-  return blocks.length ? el('div', { class: 'block' }, el('h4', {}, 'Extremes'), ...blocks.filter(Boolean)) : null;
+  return blocks.length ? block('Extremes', ...blocks.filter(Boolean)) : null;
 }
 
 function chunkSection(side, shown, i) {
@@ -337,7 +277,7 @@ function chunkSection(side, shown, i) {
   return el(
     'div',
     { class: 'block' },
-    el('h4', {}, TWO ? el('span', { class: `side side${i}` }, SIDE_NAMES[i]) : null, 'Chunks'),
+    el('h4', {}, TWO ? sideLabel(i) : null, 'Chunks'),
     el('p', { class: 'note' }, note.filter(Boolean).join(', ')),
     layout.chunks ? chunkPicture(layout, ranks, shown.look && shown.look.broken) : null,
     plane.panels > MAX_PANELS

@@ -12,8 +12,8 @@ from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.grid import Grid
 
 Writers = np.ndarray[Any, np.dtype[Any]]
-_MAX_RUNS = 2048
-"""Maximum number of runs of writers. The page shows no writers for a tensor with more runs."""
+_MAX_SEQUENCES = 2048
+"""Maximum number of sequences of writers. The page shows no writers for a tensor with more."""
 
 
 class Layouts:
@@ -26,9 +26,9 @@ class Layouts:
 
     def number(self, node: ArrayNode) -> int:
         """Return the number of an array's layout."""
-        chunk_runs = runs(self._writers[node.path].reshape(-1))
+        writers = sequences(self._writers[node.path].reshape(-1))
         grid, compression = node.grid, node.compression.name if node.compression else None
-        kind = (grid, node.dtype.name, node.portable, compression, chunk_runs)
+        kind = (grid, node.dtype.name, node.portable, compression, writers)
         if kind not in self._numbers:
             self._numbers[kind] = len(self.found)
             self.found.append(
@@ -41,7 +41,7 @@ class Layouts:
                     "portable": node.portable,
                     "nbytes": node.nbytes,
                     "chunks": grid.num_chunks,
-                    "writers": chunk_runs,
+                    "writers": writers,
                 }
             )
         return self._numbers[kind]
@@ -66,10 +66,10 @@ def chunk_elements(grid: Grid) -> Writers:
     return sizes
 
 
-def runs(ranks: Writers) -> tuple[tuple[int, int, int], ...] | None:
-    """Return numbers as runs (first, step, count), or None if there are more than 2,048.
+def sequences(ranks: Writers) -> tuple[tuple[int, int, int], ...] | None:
+    """Return numbers as sequences (first, step, count), or None if there are more than 2,048.
 
-    0, 1, 2, 3 is one run, and so is 5, 5, 5.
+    0, 1, 2, 3 is one sequence, and so is 5, 5, 5.
     """
     numbers = ranks.astype(np.int64)
     steps = np.diff(numbers)
@@ -77,7 +77,7 @@ def runs(ranks: Writers) -> tuple[tuple[int, int, int], ...] | None:
     found: list[tuple[int, int, int]] = []
     begin = 0
     while begin < len(numbers):
-        if len(found) == _MAX_RUNS:
+        if len(found) == _MAX_SEQUENCES:
             return None
         at = bisect.bisect_right(changes, begin)
         end = changes[at] + 1 if at < len(changes) else len(numbers)

@@ -1,4 +1,4 @@
-// The top of the page: what the checkpoint is, or how two of them differ.
+// The top of the page: facts of the checkpoint, or the differences of two.
 
 function lastPart(url) {
   return url.replace(/\/+$/, '').split('/').pop() || url;
@@ -14,7 +14,7 @@ function softwareText(software) {
     .join(', ');
 }
 
-/** The header: name, url, tiles; of two sides, a table of both. */
+/** Return the header: name, url and tiles, or a table of two sides. */
 function overview(tensors) {
   const infos = DATA.sides.map((side) => side.info);
   document.title = `${infos.map((info) => visible(lastPart(info.url))).join(' \u2192 ')} \u2013 zarrckpt report`;
@@ -27,7 +27,7 @@ function overview(tensors) {
       ...infos
         .flatMap((info, i) => [
           i ? el('span', { class: 'arrow' }, '\u2192') : null,
-          TWO ? el('span', { class: `side side${i}` }, SIDE_NAMES[i]) : null,
+          TWO ? sideLabel(i) : null,
           visible(lastPart(info.url)),
         ])
         .filter(Boolean),
@@ -62,7 +62,7 @@ function tiles(info) {
   );
 }
 
-/** What was found by comparing. */
+/** Return tiles with the results of the comparison. */
 function comparison(tensors, infos) {
   const count = (status) => tensors.filter((tensor) => tensor.status === status).length;
   const values = DATA.entries.filter(
@@ -82,7 +82,7 @@ function comparison(tensors, infos) {
   );
 }
 
-/** The greatest relative change; those without a finite one are counted apart. */
+/** Return a text with the largest relative change, and the number of tensors with an infinite or undefined one. */
 function greatestChange(tensors) {
   const found = tensors.filter((tensor) => tensor.status === 'changed').map((tensor) => tensor.change);
   const finite = found.filter(Number.isFinite);
@@ -130,7 +130,7 @@ function dtypesCard(info) {
   );
 }
 
-/** How many bytes each rank wrote: columns. */
+/** Return columns that show the bytes written by each rank. */
 function ranksCard(side) {
   const known = side.info.world_size,
     wrote = side.ranks,
@@ -180,7 +180,7 @@ function metadataText(info) {
     .join(', ');
 }
 
-/** [name, text] of what is worth knowing of a checkpoint. */
+/** Return facts of a checkpoint as pairs of name and text. */
 function facts(info) {
   return [
     ['saved', `${timeText(info.created)} by ${plural(info.world_size, 'rank')}`],
@@ -226,39 +226,18 @@ function bothFacts(infos) {
     ...facts(info).filter(([name]) => !['replaced', 'metadata', 'run'].includes(name)),
   ];
   const [one, other] = infos.map(more);
-  return el(
-    'div',
-    { class: 'card' },
-    el(
-      'table',
-      { class: 'both' },
-      el(
-        'thead',
-        {},
-        el(
-          'tr',
-          {},
-          el('th', {}),
-          ...SIDE_NAMES.map((name, i) => el('th', {}, el('span', { class: `side side${i}` }, name))),
-        ),
-      ),
-      el(
-        'tbody',
-        {},
-        ...one.map(([name, text], i) =>
-          el(
-            'tr',
-            { class: text === other[i][1] ? 'same' : null },
-            el('th', { scope: 'row' }, name),
-            ...[text, other[i][1]].map((cell) => el('td', {}, visible(cell))),
-          ),
-        ),
-      ),
+  const rows = one.map(([name, text], i) =>
+    headedRow(
+      name,
+      [text, other[i][1]].map((cell) => visible(cell)),
+      { class: text === other[i][1] ? 'same' : null },
     ),
   );
+  const heads = tableHead('', ...SIDE_NAMES.map((name, i) => el('th', {}, sideLabel(i))));
+  return el('div', { class: 'card' }, el('table', { class: 'both' }, heads, el('tbody', {}, ...rows)));
 }
 
-/** The first thing to see where a run has diverged. */
+/** Return a list of the tensors with NaN or inf. */
 function alarm(tensors, select) {
   const broken = tensors.filter((tensor) => tensor.broken),
     shown = 8;

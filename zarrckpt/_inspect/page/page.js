@@ -1,9 +1,9 @@
-// The page as a whole.
+// The whole page.
 
-/** From this width on the panel stands beside the list; the style sheet has the same number. */
+/** Minimum width in pixels at which the panel is beside the list. The style sheet has the same number. */
 const BESIDE = 1100;
 
-/** What the parts of the page use of a tensor. */
+/** Return the facts of a tensor that the parts of the page use. */
 function tensorOf(given, order) {
   const side = given.sides[0] || given.sides[1],
     at = given.sides[0] ? 0 : 1,
@@ -49,7 +49,7 @@ function statusOf(given) {
   return given.equal === null ? 'unknown' : given.equal ? 'equal' : 'changed';
 }
 
-/** Values that are no tensors. */
+/** Return the table of the entries that are not tensors. */
 function entryTable() {
   if (!DATA.entries.length) return null;
   const order = (entry) => (TWO && (entry.changed || entry.sides.includes(null)) ? 0 : 1);
@@ -77,19 +77,7 @@ function entryTable() {
     el(
       'table',
       { class: 'entries' },
-      el(
-        'thead',
-        {},
-        el(
-          'tr',
-          {},
-          el('th', {}, 'Name'),
-          el('th', {}, 'Type'),
-          ...(TWO
-            ? SIDE_NAMES.map((name, i) => el('th', {}, el('span', { class: `side side${i}` }, name)))
-            : [el('th', {}, 'Value')]),
-        ),
-      ),
+      tableHead('Name', 'Type', ...(TWO ? SIDE_NAMES.map((name, i) => el('th', {}, sideLabel(i))) : ['Value'])),
       body,
     ),
     more,
@@ -129,41 +117,7 @@ function valueCell(side) {
   );
 }
 
-/** A button that goes from the system's theme to the light and the dark one; remembered where the browser lets it. */
-function themeButton(changed) {
-  const names = ['auto', 'light', 'dark'],
-    signs = { auto: '\u25d0 auto', light: '\u2600 light', dark: '\u263e dark' };
-  let now = 'auto';
-  try {
-    now = names.includes(localStorage.getItem('zarrckpt-theme')) ? localStorage.getItem('zarrckpt-theme') : 'auto';
-  } catch {
-    /* a page from a file may have no storage */
-  }
-  const button = el('button', {
-    type: 'button',
-    class: 'theme',
-    title: 'Colours of the page',
-    onclick: () => {
-      now = names[(names.indexOf(now) + 1) % names.length];
-      try {
-        localStorage.setItem('zarrckpt-theme', now);
-      } catch {
-        /* as above */
-      }
-      apply();
-    },
-  });
-  function apply() {
-    if (now === 'auto') delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = now;
-    button.textContent = signs[now];
-    changed();
-  }
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', changed);
-  return { button, apply };
-}
-
-/** What stands below the headings of the two large parts. */
+/** Texts below the headings. */
 const NOTES = {
   sizes: 'Areas are bytes. A click or Enter opens a group, Escape leaves it; a tensor is shown below.',
   layout: 'Select one to see its chunks.',
@@ -171,17 +125,12 @@ const NOTES = {
   two: 'What changed most comes first. Grey is A, the line is B.',
 };
 
-function masthead(button) {
+function masthead() {
   const part = DATA.sides.some((side) => side.part) ? ' of a part' : '';
-  return el(
-    'div',
-    { class: 'masthead' },
-    el('span', { class: 'brand' }, el('b', {}, 'zarrckpt'), ` report${part}`),
-    button,
-  );
+  return el('div', { class: 'masthead' }, el('span', { class: 'brand' }, el('b', {}, 'zarrckpt'), ` report${part}`));
 }
 
-/** The list and the panel beside it; the panel shows the selected tensor. */
+/** The page. The panel beside the list shows the selected tensor. */
 class Page {
   constructor(tensors) {
     this.tensors = tensors;
@@ -190,13 +139,12 @@ class Page {
     this.panel = el('aside', { class: 'detail', 'aria-label': 'The selected tensor', 'aria-live': 'polite' });
     this.map = new TreeMap(tensors, select);
     this.table = new TensorTable(tensors, select);
-    const theme = themeButton(() => this.redraw());
     const split = el('div', { class: 'split' }, this.table.element, this.panel);
     const footer = `Made by zarrckpt ${DATA.zarrckpt}. Everything on this page is in this file.`;
     document
       .getElementById('page')
       .append(
-        masthead(theme.button),
+        masthead(),
         overview(tensors),
         tensors.length ? alarm(tensors, select) : '',
         tensors.length ? section('Sizes', NOTES.sizes, this.map.element) : '',
@@ -205,7 +153,7 @@ class Page {
         el('footer', {}, footer),
         tip,
       );
-    theme.apply();
+    this.map.draw();
     this.table.update();
     this.select(innerWidth >= BESIDE ? [...tensors].sort(byImportance)[0] : null);
     this.listen();
@@ -216,14 +164,13 @@ class Page {
       this.map.draw();
       this.table.draw();
     });
-    addEventListener('beforeprint', () => this.table.all());
-    addEventListener('afterprint', () => this.table.draw());
+    matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.redraw());
     document.addEventListener('keydown', (event) => {
       if (event.key === 'Escape') hideTip();
     });
   }
 
-  /** Show a tensor; bring its panel into sight always, where it is not beside the list (narrow), or never. */
+  /** Show a tensor. Scroll to its panel always, or if the panel is not beside the list ('narrow'), or never. */
   select(tensor, reveal) {
     this.selected = tensor;
     this.panel.classList.toggle('open', Boolean(tensor));

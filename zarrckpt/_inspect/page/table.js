@@ -1,8 +1,8 @@
-// The list of tensors: filtered, sorted, and only those rows made that are in sight.
+// The list of tensors, filtered and sorted. Only visible rows are built.
 
 const ROW = 32;
 
-/** Columns: [key, title, class, width, cell(tensor), sort(tensor) or null]. */
+/** Return the columns: [key, title, class, width, cell(tensor), sort(tensor) or null]. */
 function columnsOf() {
   const name = [
     'name',
@@ -104,7 +104,7 @@ function badgeText(tensor) {
   return tensor.sides.some((side) => side && side.look && side.look.stats[1]) ? 'NaN' : 'inf';
 }
 
-/** Whether a name fits what was typed: words that it holds, in any order, or globs. */
+/** Return a test of names for a filter: words in any order, or globs. */
 function nameFilter(text) {
   const tests = text
     .toLowerCase()
@@ -124,7 +124,7 @@ function nameFilter(text) {
   return (name) => tests.every((test) => test(name));
 }
 
-/** The order in which tensors are shown first: broken ones, then by how much they changed, or as they were saved. */
+/** Compare tensors by the default order: NaN and inf first, then the largest changes, then the order of the save. */
 function byImportance(one, other) {
   const rank = (tensor) =>
     tensor.broken ? 3 : tensor.status === 'differs' ? 2 : tensor.status === 'A' || tensor.status === 'B' ? 1 : 0;
@@ -143,7 +143,7 @@ const BY_STATUS = {
 };
 const TEXTS = new Set(['name', 'dtype']);
 
-/** The kinds of tensors that there are, as options of a choice: [name, text, count]. */
+/** Return the kinds of tensors as options of a choice: [name, text, count]. */
 function kindsOf(tensors) {
   const counted = (test) => tensors.filter(test).length;
   const options = [['broken', 'NaN or inf', counted((tensor) => tensor.broken)]];
@@ -153,7 +153,7 @@ function kindsOf(tensors) {
   return [['all', 'All', tensors.length], ...options.filter(([, , count]) => count)];
 }
 
-/** A comparison by a value: texts as people sort them, numbers with NaN at the end. */
+/** Return a comparison by a value: texts in natural order, numbers with NaN at the end. */
 function comparing(value, down) {
   return (one, other) => {
     const [a, b] = [value(one), value(other)];
@@ -163,7 +163,7 @@ function comparing(value, down) {
   };
 }
 
-/** The list: `element`; update() when it is on the page, draw() when its size has changed, show() to find a tensor. */
+/** The list. Call update() when `element` is on the page, draw() after a change of size, show() to select a tensor. */
 class TensorTable {
   constructor(tensors, select) {
     Object.assign(this, { tensors, select, columns: columnsOf(), rows: [], first: -1, last: -1 });
@@ -193,7 +193,7 @@ class TensorTable {
     this.element = el('div', {}, el('div', { class: 'bar' }, this.input, this.kinds, this.found), this.scroller);
   }
 
-  /** The table, with rows of a height for what is above and below those in sight. */
+  /** Return the table, with two empty rows as high as the rows above and below the visible ones. */
   table() {
     this.heads = this.columns.map((column) => this.head(column));
     this.body = el('tbody', {});
@@ -222,7 +222,7 @@ class TensorTable {
     return el('th', { class: kind, scope: 'col' }, inside);
   }
 
-  /** The first click sorts, the second one turns it around, the third one goes back. */
+  /** Sort at the first click, reverse at the second, and restore the default order at the third. */
   sortBy(key) {
     const down = !TEXTS.has(key);
     if (this.sort !== key) this.filter({ sort: key, down });
@@ -248,7 +248,7 @@ class TensorTable {
     this.render(...this.range());
   }
 
-  /** The rows that are in sight, and some more. */
+  /** Return the range of the visible rows and some more. */
   range() {
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - 8);
     return [first, Math.min(this.rows.length, first + Math.ceil(this.scroller.clientHeight / ROW) + 18)];
@@ -288,7 +288,7 @@ class TensorTable {
     this.select(this.rows[Math.max(0, Math.min(this.rows.length - 1, at < 0 ? 0 : at + step))]);
   }
 
-  /** Mark a tensor, and scroll to it where it is out of sight; what hides it is taken away. */
+  /** Select a tensor and scroll to it. A filter that hides it is removed. */
   show(tensor) {
     this.selected = tensor;
     if (tensor && !this.rows.includes(tensor)) {
@@ -302,10 +302,5 @@ class TensorTable {
       this.scroller.scrollTop = Math.max(0, top - room / 2);
     }
     this.render(...this.range());
-  }
-
-  /** All rows, for paper; draw() goes back. */
-  all() {
-    this.render(0, this.rows.length);
   }
 }

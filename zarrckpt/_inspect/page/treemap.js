@@ -1,9 +1,9 @@
-// A tree map of sizes: areas are bytes, the hierarchy is that of the names. Groups open by a click or Enter.
+// A tree map of sizes: areas are bytes, levels are parts of names. A click or Enter opens a group.
 
 const MIN_SIDE = 26;
 const MAX_CELLS = 1500;
 
-/** The hierarchy of names, split at dots. A node: name, path, bytes, children (a Map) or tensor; parent. */
+/** Return the tree of names, split at dots. A node has name, path, bytes, parent, and children (a Map) or a tensor. */
 function treeOf(tensors) {
   const root = { name: '', path: '', bytes: 0, children: new Map(), parent: null, tensors: 0, broken: 0 };
   for (const tensor of tensors) {
@@ -36,7 +36,7 @@ function treeOf(tensors) {
   return root;
 }
 
-/** A group with one child and nothing else is one with it: layers.0 instead of layers, and 0 in it. */
+/** Join each group that has only one child with the child: layers.0 instead of layers and 0. */
 function joinChains(node) {
   for (const [key, child] of node.children) {
     let only = child;
@@ -51,7 +51,7 @@ function joinChains(node) {
   }
 }
 
-/** Places of items {bytes} in a rectangle, largest first, as square as can be: [item, x, y, w, h]. */
+/** Return almost square boxes of items in a rectangle, largest first: [item, x, y, w, h]. Areas are item.bytes. */
 function squarified(items, x, y, w, h) {
   const placed = [],
     rest = items.filter((item) => item.bytes > 0).sort((a, b) => b.bytes - a.bytes);
@@ -97,7 +97,7 @@ function squarified(items, x, y, w, h) {
   return placed;
 }
 
-/** The tree map: `element`, and draw() for after the size or the theme has changed. */
+/** The tree map. Call draw() after a change of size or theme. */
 class TreeMap {
   constructor(tensors, select) {
     this.root = this.shown = treeOf(tensors);
@@ -119,10 +119,9 @@ class TreeMap {
   draw() {
     this.cells = 0;
     this.map.replaceChildren();
-    const room = [this.map.clientWidth, this.map.clientHeight];
-    const found = squarified([...this.shown.children.values()], 0, 0, ...room);
+    const found = squarified([...this.shown.children.values()], 0, 0, this.map.clientWidth, this.map.clientHeight);
     found.forEach(([node, ...box], number) => {
-      const cell = this.drawNode(this.map, room, node, box, found.length > 1 ? number : null);
+      const cell = this.drawNode(this.map, node, box, found.length > 1 ? number : null);
       this.makeReachable(cell, node, number === Math.min(this.cursor, found.length - 1));
     });
     if (!found.length) this.map.append(el('p', { class: 'empty' }, 'Nothing here has a size.'));
@@ -130,18 +129,12 @@ class TreeMap {
     this.drawLegend();
   }
 
-  /** Draw a node and what is below it into `parent`, which has `room`. A hue that is null is chosen further down. */
-  drawNode(parent, room, node, [x, y, w, h], hue) {
+  /** Draw a node and its children into `parent`. If `hue` is null, the children get different hues. */
+  drawNode(parent, node, [x, y, w, h], hue) {
     this.cells += 1;
     const open = node.children.size > 0 && w > 2 * MIN_SIDE && h > 2 * MIN_SIDE && this.cells < MAX_CELLS;
     const cell = el('div', { class: `cell ${open ? 'group' : 'leaf'}${node.broken && !open ? ' broken' : ''}` });
-    // Shares of what it is in: on paper everything is narrower.
-    Object.assign(cell.style, {
-      left: `${(100 * x) / room[0]}%`,
-      top: `${(100 * y) / room[1]}%`,
-      width: `calc(${(100 * w) / room[0]}% - 1px)`,
-      height: `calc(${(100 * h) / room[1]}% - 1px)`,
-    });
+    Object.assign(cell.style, { left: `${x}px`, top: `${y}px`, width: `${w - 1}px`, height: `${h - 1}px` });
     if (w > 34 && h > 15) cell.append(labelOf(node, w, h, open));
     this.listen(cell, node);
     parent.append(cell);
@@ -154,7 +147,7 @@ class TreeMap {
     const several = node.children.size > 1;
     squarified([...node.children.values()], 3, 19, w - 7, h - 23).forEach(([child, ...box], number) => {
       const seen = box[2] >= 1.5 && box[3] >= 1.5;
-      if (seen) this.drawNode(cell, [w - 1, h - 1], child, box, hue ?? (several ? number : null));
+      if (seen) this.drawNode(cell, child, box, hue ?? (several ? number : null));
     });
   }
 
@@ -169,7 +162,7 @@ class TreeMap {
     });
   }
 
-  /** One stop of the Tab key for the whole map; arrow keys move it. */
+  /** Make the map one stop of the Tab key, which arrow keys move. */
   makeReachable(cell, node, first) {
     cell.setAttribute('role', 'button');
     cell.setAttribute('aria-label', `${visible(node.path)}, ${bytesText(node.bytes)}`);
@@ -277,14 +270,14 @@ function firstTensor(node) {
   return node.tensor || firstTensor(node.children.values().next().value);
 }
 
-/** Fill and text of a node by how much it changed. */
+/** Return the colours of a node's area and text by its change. */
 function changeColours(node) {
   const [change, differs] = changeOf(node);
   if (differs) return [themed('--differs'), themed('--on-fill')];
   return [changeColour(change), themed(change && changeShare(change) > 0.45 ? '--on-change2' : '--on-change1')];
 }
 
-/** The change of what is below a node, weighed by bytes, and whether nothing there can be compared. */
+/** Return the mean change below a node, weighted by bytes, and whether nothing there can be compared. */
 function changeOf(node) {
   const { tensor } = node;
   if (tensor) return [Math.max(0, Math.min(tensor.weight, 1)), !['changed', 'rounded', 'equal'].includes(tensor.status)];
@@ -293,14 +286,14 @@ function changeOf(node) {
   return [sum / Math.max(node.bytes, 1), parts.every((part) => part[2])];
 }
 
-/** From nothing to as much as the tensor itself, on a scale of powers of ten. */
+/** Return the colour of a relative change, on a logarithmic scale from 0 to 1. */
 function changeColour(change) {
   return change
     ? `color-mix(in oklab, ${themed('--change2')} ${Math.round(100 * changeShare(change))}%, ${themed('--change1')})`
     : themed('--change0');
 }
 
-/** Where a change is on the scale: 0 from a millionth down, 1 from one up. */
+/** Return the position of a change on the scale: 0 up to a millionth, 1 from one on. */
 function changeShare(change) {
   return Number.isFinite(change) ? Math.max(0, Math.min(1, 1 + Math.log10(change) / 6)) : 1;
 }

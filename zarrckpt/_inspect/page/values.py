@@ -11,10 +11,10 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.differences import Sums, TensorDifference, dtypes_of, wider
+from zarrckpt._inspect.differences import Sums, TensorDifference, choose_wider, dtypes_of
 from zarrckpt._inspect.exact import NumberArray
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import Moments, TensorStats, as_reals, blocks, by_chunks, position_in, read_part
+from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -35,7 +35,7 @@ Extreme = tuple[float, Ints]
 
 
 @dataclass(frozen=True)
-class Look:
+class PageStats:
     """The statistics of one tensor on a page. For complex numbers, those of their absolute values."""
 
     stats: TensorStats
@@ -69,22 +69,21 @@ class TensorGatherer:
         self._broken: dict[int, tuple[int, Ints]] = {}
 
     def take(self, values: NumberArray, begin: int, box: Box) -> None:
-        """Add elements of a box, as :func:`as_reals` returns them.
+        """Add elements of a box, as :func:`to_reals` returns them.
 
         ``begin`` is the number of the first element in the box, in C order.
         """
         moments = Moments.of(values)
         self._moments.add(moments)
-        if moments.finite < moments.count:
-            odd = ~np.isfinite(values)
-            self._note_broken(box, int(odd.sum()), position_in(box, begin + int(np.argmax(odd))))
+        finite = None if moments.finite == moments.count else np.isfinite(values)
+        if finite is not None:
+            self._note_broken(box, moments.count - moments.finite, position_in(box, begin + int(np.argmin(finite))))
         if not moments.finite:
             return
-        finite = values[np.isfinite(values)] if moments.finite < moments.count else values
-        found = Histogram.of(finite, moments.low, moments.high)
+        found = Histogram.of(values if finite is None else values[finite], moments.low, moments.high)
         self._histogram = found if self._histogram is None else self._histogram.plus(found)
-        self._low = _extremes_of(self._low, moments.low, values, begin, box, 1)
-        self._high = _extremes_of(self._high, moments.high, values, begin, box, -1)
+        self._low = _extremes_of(self._low, moments.low, values, finite, begin, box, 1)
+        self._high = _extremes_of(self._high, moments.high, values, finite, begin, box, -1)
 
     def _note_broken(self, box: Box, count: int, position: Ints) -> None:
         grid = self._node.grid
@@ -107,15 +106,15 @@ class TensorGatherer:
         """Whether all elements of the tensor were added."""
         return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
 
-    def look(self) -> Look:
+    def look(self) -> PageStats:
         """Return the statistics."""
         stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
         counts = {chunk: count for chunk, (count, _) in broken.items()}
         first = next((position for _, position in broken.values()), None)
         fine = self._histogram
         if fine is None:
-            return Look(stats, broken=counts, first_broken=first)
-        return Look(
+            return PageStats(stats, broken=counts, first_broken=first)
+        return PageStats(
             stats,
             fine.within(SHOWN_BINS),
             fine.bulk(_TAIL, SHOWN_BINS),
@@ -138,33 +137,39 @@ def _greatest_first(item: Extreme) -> tuple[float, Ints]:
 
 
 def _extremes_of(
-    kept: list[Extreme], best: float, values: NumberArray, begin: int, box: Box, sign: int
+    kept: list[Extreme],
+    best: float,
+    values: NumberArray,
+    finite: NumberArray | None,
+    begin: int,
+    box: Box,
+    sign: int,
 ) -> list[Extreme]:
     """Return the extremes of those kept so far and of a block.
 
-    ``best`` is the block's most extreme value. Most blocks add nothing, so it is compared first.
+    ``best`` is the block's most extreme value. Most blocks add nothing, so it is compared first. ``finite`` is the mask
+    of finite elements, or None if all are.
     """
     if len(kept) == EXTREMES and sign * kept[-1][0] <= sign * best:
         return kept
     few = min(EXTREMES, len(values))
-    finite = np.isfinite(values)
-    ordered = values if finite.all() else np.where(finite, values, sign * np.inf)
+    ordered = values if finite is None else np.where(finite, values, sign * np.inf)
     indices = np.argpartition(ordered, few - 1)[:few] if sign > 0 else np.argpartition(ordered, -few)[-few:]
-    found = [(values[i].item(), position_in(box, begin + int(i))) for i in indices if finite[i]]
+    found = [(values[i].item(), position_in(box, begin + int(i))) for i in indices if finite is None or finite[i]]
     return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
 
 
 class _Gatherers:
-    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its Look."""
+    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its statistics."""
 
     def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._open: dict[str, TensorGatherer] = {}
-        self.looks: dict[str, Look] = {}
+        self.looks: dict[str, PageStats] = {}
         for fqn in fqns:
             if not self._node(fqn).nbytes:
-                self.looks[fqn] = Look(TensorStats())
+                self.looks[fqn] = PageStats(TensorStats())
 
     def _node(self, fqn: str) -> ArrayNode:
         return self._catalog.root.tensors[fqn]
@@ -180,43 +185,32 @@ class _Gatherers:
                 self.looks[fqn] = self._open.pop(fqn).look()
 
 
-def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) -> dict[str, Look]:
-    """Compute the statistics of tensors. Everything is read once, in bounded memory. Errors as in ``read``."""
-    found = _Gatherers(catalog, fqns)
+def read_stats(
+    catalogs: Sequence[Catalog], fqns: Sequence[str], progress: Progress | None
+) -> tuple[list[dict[str, PageStats]], dict[str, TensorDifference]]:
+    """Compute the statistics of tensors of one checkpoint, or of two, then with their differences.
 
-    def look(fqn: str, box: Box) -> None:
-        part, begin = found.part(fqn), 0
-        for (block,) in blocks(read_part(catalog, fqn, box), size=_PAGE_BLOCK):
-            part.take(as_reals(block), begin, box)
-            begin += len(block)
-        found.add(fqn, part)
-
-    by_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in fqns}, look, progress)
-    return found.looks
-
-
-def look_at_both(
-    one: Catalog, other: Catalog, fqns: Sequence[str], progress: Progress | None
-) -> tuple[dict[str, Look], dict[str, Look], dict[str, TensorDifference]]:
-    """Compute the statistics of tensors that both checkpoints have, and their differences. Each tensor is read once.
-
-    Elements that are NaN or inf are counted by the chunks of the :func:`wider` tensor, for both checkpoints.
+    Each tensor is read once, in bounded memory. Elements that are NaN or inf are counted by the chunks of the
+    wider tensor, for both checkpoints. Errors as in ``read``.
     """
-    ones, others = _Gatherers(one, fqns), _Gatherers(other, fqns)
+    one, other = catalogs[0], catalogs[-1]
+    gatherers = [_Gatherers(catalog, fqns) for catalog in catalogs]
     sums = {fqn: Sums() for fqn in fqns}
 
     def look(fqn: str, box: Box) -> Sums:
-        a, b, part, begin = ones.part(fqn), others.part(fqn), Sums(), 0
-        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box), size=_PAGE_BLOCK):
-            part.add(here, there, begin, box)
-            a.take(as_reals(here), begin, box)
-            b.take(as_reals(there), begin, box)
-            begin += len(here)
-        ones.add(fqn, a)
-        others.add(fqn, b)
-        return part
+        parts, found, begin = [gatherer.part(fqn) for gatherer in gatherers], Sums(), 0
+        for same in blocks(*(read_part(catalog, fqn, box) for catalog in catalogs), size=_PAGE_BLOCK):
+            if len(catalogs) > 1:
+                found.add(same[0], same[1], begin, box)
+            for part, block in zip(parts, same, strict=True):
+                part.take(to_reals(block), begin, box)
+            begin += len(same[0])
+        for gatherer, part in zip(gatherers, parts, strict=True):
+            gatherer.add(fqn, part)
+        return found
 
-    for fqn, part in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in fqns}, look, progress):
+    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in fqns}, look, progress):
         sums[fqn].join(part)
-    found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
-    return ones.looks, others.looks, found
+    compared = sums if len(catalogs) > 1 else {}
+    differences = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in compared.items()}
+    return [gatherer.looks for gatherer in gatherers], differences
