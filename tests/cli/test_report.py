@@ -316,7 +316,7 @@ def test_the_relative_change_is_that_of_norms(tmp_path: Path) -> None:
     assert found["zero"].rel_norm == np.inf and np.isnan(found["nan"].rel_norm)
 
 
-# -- what the page must not do
+# -- limits of the page
 
 EVIL = [
     "</script><img src=x onerror=alert(1)>",

@@ -267,7 +267,7 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
         assert all(answer.startswith("CheckpointExistsError('Checkpoint already exists") for answer in lost), lost
         checkpoint = zarrckpt.open(url)
         assert _holds(url, winner + 1) and ("more" in checkpoint) == bool(winner)
-        # The next save deletes what the loser left.
+        # The next save deletes the objects of the loser.
         zarrckpt.save(_state(9), url, overwrite=True)
         assert _holds(url, 9)
         assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}

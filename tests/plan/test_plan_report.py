@@ -129,7 +129,7 @@ def test_modules_and_optimizers(tmp_path: Path) -> None:
 
 
 def blobs() -> dict[str, Any]:
-    """Values that become arrays, two in groups of their own, and one of several MiB beside a tensor."""
+    """Values that become arrays, two in separate groups, and one of several MiB beside a tensor."""
     values = {"numpy": np.arange(9), "deep": {"er": {"nothing": b""}}, "text": "x" * 100_000}
     return {"model": {"w": full((5,), 1), "bytes": b"x" * 5_000_000}, "set": {"of": {1, 2}}, **values}
 

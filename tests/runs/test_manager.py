@@ -333,7 +333,7 @@ def test_a_step_without_its_root_is_saved_again(damage: Callable[[Path], None], 
 
 @pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
 def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
-    """Without a sound checkpoint, the run begins. Later jobs never delete what the killed saves left."""
+    """Without a sound checkpoint, the run begins. Later jobs never delete leftovers of the killed saves."""
     for step in (10, 20):
         with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
             watch.rule = lambda call: STOP if call.verb == "create" and call.key.endswith("0/zarr.json") else None

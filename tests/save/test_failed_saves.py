@@ -326,7 +326,7 @@ def _save_by_dcp(url: str, failing: int) -> None:
 
 
 def test_a_rank_that_fails_under_dcp_removes_its_objects(tmp_path: Path) -> None:
-    """DCP does not notify the others' writers. The next save deletes what they wrote."""
+    """DCP does not notify the others' writers. The next save deletes their objects."""
     url = tmp_path / "a"
     run_ranks(_save_by_dcp, str(url), 1, world_size=2)
     assert {path.name for path in url.rglob("w*/c.*")} == {"c.0.0"}

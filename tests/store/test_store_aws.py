@@ -32,7 +32,7 @@ LOADER = create_loader()
 
 
 def write_config(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: str) -> None:
-    """A configuration whose default profile and profile ``p`` have these settings, and keys of their own."""
+    """A configuration whose default profile and profile ``p`` have these settings, and separate keys."""
     path = folder / "config"
     services = "[services mine]\ns3 =\n  endpoint_url = http://127.0.0.1:9009\n[services other]\nec2 =\n  x = y\n"
     path.write_text(f"[default]\n{PROFILE_KEYS}{settings}\n[profile p]\n{PROFILE_KEYS}{settings}\n{services}")
