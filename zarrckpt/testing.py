@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Buffer, ObjectInfo, Store, Url, Versioned, open_store
+from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
 from zarrckpt._store._base import Listing
 
 __all__ = [
@@ -160,7 +160,7 @@ class FaultyStore(Store):
     def get_above(self, levels: int, key: str) -> bytes:
         return self._read("get", f"{'../' * levels}{key}", lambda: self._inner.get_above(levels, key))
 
-    def get_versioned(self, key: str) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
         return self._call("get", key, lambda: self._inner.get_versioned(key))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:

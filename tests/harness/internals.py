@@ -16,7 +16,7 @@ from zarrckpt._plan import owners
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._ranks import links
 from zarrckpt._ranks.call_group import CallGroup
-from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._read.catalog import Catalog
@@ -24,7 +24,7 @@ from zarrckpt._read.chunks import StoredArray
 from zarrckpt._save import agree
 from zarrckpt._save.steps import RankSave
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._store import Buffer, ObjectInfo, Store, StoreSpec, Versioned, join_url, open_store
+from zarrckpt._store import Buffer, ObjectInfo, Store, StoreSpec, VersionedObject, join_url, open_store
 from zarrckpt._store._base import Listing
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._obstore import ObstoreStore

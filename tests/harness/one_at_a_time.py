@@ -21,7 +21,7 @@ import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.steps
-from harness.internals import Buffer, Listing, LocalState, ObjectInfo, RankSave, Store, Versioned
+from harness.internals import Buffer, Listing, LocalState, ObjectInfo, RankSave, Store, VersionedObject
 from zarrckpt import ObjectNotFoundError, StorageError, _jobs
 from zarrckpt._commit import attempts, marker
 from zarrckpt._commit.stored_documents import parse_root_document
@@ -96,9 +96,9 @@ class AskedStore(ConditionalStore):
             raise ObjectNotFoundError(f"there is no object {key!r}")
         return data
 
-    def get_versioned(self, key: str) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
         data = self.get(key)
-        return Versioned(data, data)
+        return VersionedObject(data, data)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.get(key)[byte_offset : byte_offset + len(buffer)]

@@ -34,11 +34,11 @@ import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
-from harness.internals import Listing, ObjectInfo, Ranks, Store, StoreSpec, Versioned, agree, in_thread
+from harness.internals import Listing, ObjectInfo, Ranks, Store, StoreSpec, VersionedObject, agree, in_thread
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
 from zarrckpt._format import wire
-from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, raise_together, select_causes
+from zarrckpt._ranks.errors import Failure, LostPeerError, StoppedError, raise_together, select_causes
 
 T = TypeVar("T")
 
@@ -252,7 +252,7 @@ class _Awaited:
         message = _world().receive(_here.rank, self.address)
         if message is _CLOSED:
             _world().send(self.address, _CLOSED)
-            raise PeerLost("its sender is gone")
+            raise LostPeerError("its sender is gone")
         assert len(message) == self.nbytes, (self.address, len(message), self.nbytes)
         return message
 
@@ -273,7 +273,7 @@ def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
     others = _come("here")
     if any(_world().receive(_here.rank, _meeting(rank, _here.rank)) is _CLOSED for rank in others):
         pieces.close()
-        raise PeerLost("a rank did not come")
+        raise LostPeerError("a rank did not come")
     try:
         yield pieces
     except BaseException:
@@ -335,7 +335,7 @@ class Rounds:
     ) -> tuple[bytes | list[Failure], BaseException | None]:
         found = [_world().receive(0, ("up", rank)) for rank in range(self.size)]
         assert {call for call, _ in found} == {self._call}, f"the ranks are in different calls: {found}"
-        failures = [said for _, said in found if isinstance(said, Failure) and said.kind != StoppedByOthers.__name__]
+        failures = [said for _, said in found if isinstance(said, Failure) and said.kind != StoppedError.__name__]
         if failures:
             return select_causes(failures), error
         try:
@@ -526,9 +526,9 @@ class MemoryStore(Store):
         except KeyError:
             raise ObjectNotFoundError(f"{key!r} is absent") from None
 
-    def get_versioned(self, key: str) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
         data = self.get(key)
-        return Versioned(data, data)
+        return VersionedObject(data, data)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         end = byte_offset + len(buffer)

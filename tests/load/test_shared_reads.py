@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from harness.internals import (
     Catalog,
     Handle,
-    PeerLost,
+    LostPeerError,
     Pieces,
     StoredArray,
     StoreSpec,
@@ -618,7 +618,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     elif how == "read_data":
         reader = UnwellReader(url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20))
         reader.unwell = rank  # type: ignore[attr-defined]
-    error = PeerLost("made up") if how == "lost" else Unwell(how)
+    error = LostPeerError("made up") if how == "lost" else Unwell(how)
     where = {"lost": "piece"}.get(how, how)
     dist.barrier()
     began = time.monotonic()

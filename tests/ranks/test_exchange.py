@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.internals import Buffer, CallGroup, Handle, LocalStore, PeerLost, Pieces, channel, links, owners
+from harness.internals import Buffer, CallGroup, Handle, LocalStore, LostPeerError, Pieces, channel, links, owners
 from harness.memory_peaks import peak_of, traced_peak_of
 from harness.ranks import context, idle_meshes, run_ranks
 from harness.simulated import MemoryStore, memory_store
@@ -565,7 +565,7 @@ def _leave_at_once(how: str, slow: int) -> str:
                     mesh.close()
                 dist.barrier()
                 mesh.close()
-        except (PeerLost, CheckpointError) as err:
+        except (LostPeerError, CheckpointError) as err:
             return str(err)
     return ""
 

@@ -31,7 +31,7 @@ from harness.ranks import context, run_ranks
 
 from zarrckpt import CheckpointError, KeyMismatchError, StorageError
 from zarrckpt._ranks import call_group, joining, links, mesh
-from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
+from zarrckpt._ranks.errors import LostPeerError, StoppedError
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 
 c10d: Any = dist  # its stubs lack the stores
@@ -289,7 +289,7 @@ def _stopped() -> Any:
         if me() == 1:
             return 1  # done already: nothing to stop
         assert ended.wait(20)
-        raise PeerLost("this only follows") if me() == 2 else StoppedByOthers
+        raise LostPeerError("this only follows") if me() == 2 else StoppedError
 
     with narrow_tree():
         error, took = said(lambda: in_call(mine, stop=stop))

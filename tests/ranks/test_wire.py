@@ -30,7 +30,7 @@ from zarrckpt._plan.plan import PlanOptions, Sizes
 from zarrckpt._plan.shards import Cut, Sharding
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
-from zarrckpt._runs.coordinator import Chosen
+from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
 from zarrckpt._save.write import ArrayResult, ObjectResult
 
@@ -54,7 +54,7 @@ RECORDS = [
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
     Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),
-    Chosen("step-100", 100, ("step-200",)),
+    ChosenCheckpoint("step-100", 100, ("step-200",)),
     Failure(3, "StorageError", "no space", notes=("a", "b")),
 ]
 """One of each record that ranks send."""
@@ -159,7 +159,7 @@ def tree(text: str, raw: bytes = b"") -> bytes:
         tree('["Zstd",99,true]'),
         tree('["StatePath","set",null,null,"a"]'),
         tree('["StatePath","dict",1,null,"a"]'),
-        tree('["Chosen","../other",1,["t"],false]'),
+        tree('["ChosenCheckpoint","../other",1,["t"],false]'),
         tree(f'["SentAttempt","{ID}","@../..","","host"]'),
     ],
     ids=lambda data: repr(data[4:40]),

@@ -34,7 +34,7 @@ from zarrckpt._store._failures import is_full
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
-    from zarrckpt._store._base import Versioned
+    from zarrckpt._store._base import VersionedObject
 
 
 class AttemptIds(Protocol):
@@ -53,7 +53,7 @@ class Attempt:
     """One save from begin to commit. Only the coordinator has it."""
 
     marker: Marker
-    base: Versioned | None
+    base: VersionedObject | None
     """The root document at begin, or None. The commit replaces exactly this version."""
     history: tuple[str, ...]
     older: tuple[Marker, ...]

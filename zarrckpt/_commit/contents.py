@@ -26,7 +26,7 @@ from zarrckpt._jobs import run_jobs
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
-    from zarrckpt._store._base import Versioned
+    from zarrckpt._store._base import VersionedObject
 
 _CONTENTS_TRIES = 5
 """Maximum number of reads of a url's contents, repeated while other saves or removals change them."""
@@ -36,7 +36,7 @@ _CONTENTS_TRIES = 5
 class UrlListings:
     """The root document and the names at a url, before the markers are read."""
 
-    base: Versioned | None
+    base: VersionedObject | None
     claimed: bool
     names: set[str]
     attempt_ids: list[str]

@@ -12,7 +12,7 @@ from zarrckpt._format.sealed import is_save_id
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
-    from zarrckpt._store._base import Versioned
+    from zarrckpt._store._base import VersionedObject
 
 
 def parse_root_document(data: bytes, url: str) -> Root:
@@ -38,7 +38,7 @@ def is_stored(store: Store, key: str) -> bool:
     return get_if_stored(store, key) is not None
 
 
-def get_versioned_if_stored(store: Store, key: str) -> Versioned | None:
+def get_versioned_if_stored(store: Store, key: str) -> VersionedObject | None:
     """Return a small object and its version, or None if it does not exist. Cost as :meth:`Store.get_versioned`."""
     try:
         return store.get_versioned(key)
@@ -46,7 +46,7 @@ def get_versioned_if_stored(store: Store, key: str) -> Versioned | None:
         return None
 
 
-def parse_base(store: Store, base: Versioned | None, *, damaged: bool) -> Root | None:
+def parse_base(store: Store, base: VersionedObject | None, *, damaged: bool) -> Root | None:
     """Return the root of a document, or None if there is none, or if it is damaged and ``damaged`` is true.
 
     Raises CorruptCheckpointError or ForeignObjectsError otherwise.

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from zarrckpt._ranks import links
-from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.links import c10d, clone_store, close_connections, create_gloo_group, default_store
 from zarrckpt._ranks.pieces import Pieces
@@ -49,7 +49,9 @@ class _Group:
                 store.set("complete", "")
             store.wait(["complete"], links.CONNECT_TIMEOUT)
         except RuntimeError as err:
-            raise PeerLost(f"ranks {list(name.members)} could not be connected: {str(err).splitlines()[0]}") from None
+            raise LostPeerError(
+                f"ranks {list(name.members)} could not be connected: {str(err).splitlines()[0]}"
+            ) from None
 
     def start_piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send or receive a piece."""

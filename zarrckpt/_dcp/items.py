@@ -26,7 +26,7 @@ from zarrckpt._state.digests import content_digest
 
 
 @dataclass(frozen=True)
-class Notes:
+class PlannerData:
     """Data of our save planner that DCP's plan cannot carry."""
 
     digests: Mapping[MetadataIndex, bytes]
@@ -38,12 +38,12 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankItems:
     """Data of one rank for the coordinator, with all its items before DCP removes replicas."""
 
     rank: int
     items: Sequence[WriteItem]
-    notes: Notes | None
+    notes: PlannerData | None
 
 
 def check_item(item: WriteItem) -> None:
@@ -86,7 +86,7 @@ def restore_omitted_plans(plans: list[SavePlan]) -> list[SavePlan]:
 
 def describe_states(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[dict[ReplicaPart, bytes]]]:
     """Return the descriptions of all ranks' states, and the digests of each rank's parts."""
-    facts: list[Facts] = [plan.storage_data for plan in plans]
+    facts: list[RankItems] = [plan.storage_data for plan in plans]
     # A planner removes all replicas but one, and can also remove or add other items. So items are compared by index.
     kept = {item.index for plan in plans for item in plan.items}
     paths = _state_paths(plans)
@@ -113,7 +113,7 @@ def _state_paths(plans: Sequence[SavePlan]) -> dict[str, StatePath]:
     return {fqn: StatePath.of(path) for one in found for fqn, path in one.items()}
 
 
-def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], notes: Notes | None) -> Description:
+def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], notes: PlannerData | None) -> Description:
     by_name: dict[str, list[WriteItem]] = {}
     for item in items:
         by_name.setdefault(item.index.fqn, []).append(item)
@@ -123,7 +123,7 @@ def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], not
     return Description(tuple(entries), (), notes is not None, notes is not None and notes.lowest_rank_saves)
 
 
-def _entry_of_item(path: StatePath, items: Sequence[WriteItem], notes: Notes | None) -> DescribedEntry:
+def _entry_of_item(path: StatePath, items: Sequence[WriteItem], notes: PlannerData | None) -> DescribedEntry:
     data = items[0].tensor_data
     if data is None:
         if notes is not None and items[0].index.fqn in notes.empty:
@@ -135,7 +135,7 @@ def _entry_of_item(path: StatePath, items: Sequence[WriteItem], notes: Notes | N
     return DescribedEntry(path, "tensor", *form, REPLICATED, tuple(item_box(item) for item in items))
 
 
-def _digests(items: Iterable[WriteItem], notes: Notes | None) -> dict[ReplicaPart, bytes]:
+def _digests(items: Iterable[WriteItem], notes: PlannerData | None) -> dict[ReplicaPart, bytes]:
     if notes is None:
         return {}
     return {
@@ -151,13 +151,13 @@ def item_box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def make_notes(plan: SavePlan, planner: DefaultSavePlanner) -> Notes:
+def make_notes(plan: SavePlan, planner: DefaultSavePlanner) -> PlannerData:
     """Return digests and other notes of a plan's items. Copies at most 64 KiB of each tensor to the host."""
     found = {item.index: planner.lookup_object(item.index) for item in plan.items}
     digests = {index: content_digest(index.fqn, value) for index, value in found.items()}
     empty = frozenset(index.fqn for index, value in found.items() if isinstance(value, Mapping) and not value)
     known = {index: digest for index, digest in digests.items() if digest is not None}
-    return Notes(known, planner.dedup_save_to_lowest_rank, empty)
+    return PlannerData(known, planner.dedup_save_to_lowest_rank, empty)
 
 
 def resolves_as_dcp(planner: SavePlanner) -> bool:

@@ -36,7 +36,7 @@ from zarrckpt._load.aliases import refuse_conflicts, separate_targets
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, boxes_of_ranks, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
-from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._state.tensors import memory_fault, plain_tensor, torch_dtype
@@ -191,7 +191,7 @@ class ZarrStorageReader(StorageReader):
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
             # Connect first, because other ranks wait for it. A rank that fails inside closes its connections.
-            with suppress(PeerLost), connect_pieces(task.channel) as channel:
+            with suppress(LostPeerError), connect_pieces(task.channel) as channel:
                 begun = self._begin_reads(self._catalog, plan.items, planner)
                 if channel is not None:
                     with self._catalog.explaining_damage():

@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt._dcp.channel import ChannelName, connect_pieces
-from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, describe_states, restore_omitted_plans
+from zarrckpt._dcp.items import (
+    PlannerData,
+    PlannerSource,
+    RankItems,
+    check_item,
+    describe_states,
+    restore_omitted_plans,
+)
 from zarrckpt._dcp.planner import returns_state_tensors
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._jobs import Progress
@@ -25,7 +32,7 @@ from zarrckpt._options import SaveOptions
 from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
-from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.torch_private import sent_plans
 from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of
@@ -143,8 +150,8 @@ class ZarrStorageWriter(StorageWriter):
         for item in plan.items:
             check_item(item)
         self._items = plan.items
-        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
-        return dataclasses.replace(plan, storage_data=Facts(global_rank(), plan.items, notes))
+        notes = plan.storage_data if isinstance(plan.storage_data, PlannerData) else None
+        return dataclasses.replace(plan, storage_data=RankItems(global_rank(), plan.items, notes))
 
     # -- the coordinator
 
@@ -185,7 +192,7 @@ class ZarrStorageWriter(StorageWriter):
         try:
             with connect_pieces(task.channel) as channel:
                 results = save.write(task.attempt, task.rank_plan, source, channel, lambda: None)
-        except PeerLost as err:
+        except LostPeerError as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])
             return future
         except BaseException:

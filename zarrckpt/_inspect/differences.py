@@ -99,11 +99,11 @@ class Difference:
 
 
 _COUNTS = ("count", "unequal", "not_finite", "new_nan", "gone_nan", "common_nan", "beyond_rounding", "broken")
-"""The members of :class:`Sums` that are added when parts are joined."""
+"""The members of :class:`DifferenceSums` that are added when parts are joined."""
 
 
 @dataclass
-class Sums:
+class DifferenceSums:
     """The difference of a part of two tensors. Sums are exact, so parts can be joined in any order."""
 
     count: int = 0
@@ -176,7 +176,7 @@ class Sums:
         self.others += others
         self.apart += apart
 
-    def join(self, other: Sums) -> None:
+    def join(self, other: DifferenceSums) -> None:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if not math.isnan(other.max_abs):
@@ -209,28 +209,32 @@ class Sums:
         return root(Fraction(self.apart) / self.ones) if self.ones else math.inf
 
 
-def tensor_sums(one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, Sums]:
+def tensor_sums(
+    one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
+) -> dict[str, DifferenceSums]:
     """Compare tensors for which :func:`comparable` is true, in bounded memory. Their chunks may differ."""
 
-    def look(fqn: str, box: Box) -> Sums:
-        sums = Sums()
+    def look(fqn: str, box: Box) -> DifferenceSums:
+        sums = DifferenceSums()
         sums.add(read_part(one, fqn, box), read_part(other, fqn, box), 0, box)
         return sums
 
-    found = {fqn: Sums() for fqn in fqns}
+    found = {fqn: DifferenceSums() for fqn in fqns}
     for fqn, sums in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in found}, look, progress):
         found[fqn].join(sums)
     return found
 
 
-def group_differences(sums: Mapping[str, Sums], found: Mapping[str, TensorDifference]) -> dict[str, GroupDifference]:
+def group_differences(
+    sums: Mapping[str, DifferenceSums], found: Mapping[str, TensorDifference]
+) -> dict[str, GroupDifference]:
     """Return totals by the first part of the tensors' names."""
-    totals: dict[str, Sums] = {}
+    totals: dict[str, DifferenceSums] = {}
     members: dict[str, list[str]] = {}
     for fqn, part in sums.items():
         group = fqn.partition(".")[0]
         members.setdefault(group, []).append(fqn)
-        totals.setdefault(group, Sums()).join(part)
+        totals.setdefault(group, DifferenceSums()).join(part)
     return {
         group: totals[group].group_difference(len(fqns), sum(not found[fqn].equal for fqn in fqns))
         for group, fqns in members.items()

@@ -15,7 +15,7 @@ from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import Progress, in_thread, run_jobs
 from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRange, overlap_bytes
-from zarrckpt._ranks.errors import StoppedByOthers
+from zarrckpt._ranks.errors import StoppedError
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import (
@@ -107,7 +107,7 @@ class TensorReads:
         """Yield the jobs for elements that were not delivered. A subchunk that several targets need is fetched once."""
         for fqn, targets in self._targets.items():
             if self._stopped:
-                raise StoppedByOthers
+                raise StoppedError
             node = self._catalog.root.tensors[fqn]
             self._catalog.refuse_more_chunks_than_checksums(node)
             wanting: dict[Ints, list[_Target]] = {}
@@ -170,7 +170,7 @@ class TensorReads:
         stored = self._fetch_ranges(steps[0] if steps else None)
         for index, step in enumerate(steps):
             if self._stopped:
-                raise StoppedByOthers
+                raise StoppedError
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
             self._run_jobs(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
@@ -196,7 +196,7 @@ class TensorReads:
 
         def one(subchunks: SubchunkRange) -> RawArray:
             if self._stopped:
-                raise StoppedByOthers
+                raise StoppedError
             stored = fetch(self._part(subchunks))
             self._count(len(stored), 0)
             return stored

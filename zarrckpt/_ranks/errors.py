@@ -30,14 +30,14 @@ def escape_text(text: str, most: int = MAX_TEXT) -> str:
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-class PeerLost(Exception):
+class LostPeerError(Exception):
     """A piece was not sent or received because its peer failed or was lost. Never raised to users.
 
     It is only a consequence. If another rank has failed, that rank's error is raised instead.
     """
 
 
-class StoppedByOthers(Exception):
+class StoppedError(Exception):
     """Work ended early because another rank failed. Never raised to users."""
 
 
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
         known = [kind.__name__ for kind in type(error).__mro__ if getattr(_errors, kind.__name__, None) is kind]
         if known:
             return cls(rank, known[0], str(error), notes=tuple(map(str, getattr(error, "__notes__", ()))))
-        return cls(rank, type(error).__name__, str(error), own=False, lost=isinstance(error, PeerLost))
+        return cls(rank, type(error).__name__, str(error), own=False, lost=isinstance(error, LostPeerError))
 
     @classmethod
     def of_all_ranks(cls, text: str) -> Failure:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zarrckpt._jobs import Bytes
-from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.mesh import FOREVER, Mesh, start_thread
 
 _POLL_SECONDS = 0.5
@@ -78,13 +78,13 @@ class Pieces:
                 queue.put(None)
             self._queues.clear()
         for future in left:
-            future.set_exception(PeerLost("another rank failed or was lost"))
+            future.set_exception(LostPeerError("another rank failed or was lost"))
 
     def _posted(self, way: str, peer: int, data: Bytes) -> Handle:
         future: Future[Bytes] = Future()
         with self._lock:
             if self._closed or self._mesh is None:
-                raise PeerLost("another rank failed or was lost")
+                raise LostPeerError("another rank failed or was lost")
             queue = self._queues.get((way, peer))
             if queue is None:
                 queue = self._queues[way, peer] = SimpleQueue()
@@ -129,6 +129,6 @@ class Pieces:
                 return  # close() has set its error.
             self._open.discard(future)
         if isinstance(outcome, RuntimeError):
-            future.set_exception(PeerLost(str(outcome).splitlines()[0]))
+            future.set_exception(LostPeerError(str(outcome).splitlines()[0]))
         else:
             future.set_result(outcome)

@@ -29,13 +29,13 @@ from zarrckpt._format.wire import record
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, skip_warning, step_folders, step_of
+from zarrckpt._runs.steps import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
 from zarrckpt._store import Store, StoreSpec
 
 
 @record
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCheckpoint:
     """The checkpoint that the ranks restore."""
 
     name: str
@@ -76,7 +76,7 @@ class Coordinator:
         unreadable: frozenset[str],
         timeout: float,
         progressed: Callable[[], None],
-    ) -> Chosen:
+    ) -> ChosenCheckpoint:
         """Choose the checkpoint of a step, or the newest sound one, and take over the run.
 
         ``unreadable`` are folders with checkpoints that are known to be damaged. First waits at most ``timeout``
@@ -102,7 +102,11 @@ class Coordinator:
                 f"until this is fixed: {err}"
             )
         if chosen is None:
-            return Chosen("", self._pin_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
+            return (
+                ChosenCheckpoint("", self._pin_source(), (), from_source=True)
+                if self._source.url
+                else ChosenCheckpoint("", None, ())
+            )
         if rewind:
             self._remove_after(chosen, steps, progressed)
         elif chosen.step < self.newest_step:
@@ -111,11 +115,11 @@ class Coordinator:
                 "saves up to that step are refused. restore(..., rewind=True) removes the later checkpoints"
             )
         others = any(steps[name] == chosen.step for name in steps.keys() - {chosen.name, *unreadable})
-        return Chosen(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
+        return ChosenCheckpoint(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
 
     def _newest(
         self, steps: Mapping[str, int], unreadable: frozenset[str]
-    ) -> tuple[Found | None, list[CheckpointFolder]]:
+    ) -> tuple[RunCheckpoint | None, list[CheckpointFolder]]:
         """Return the newest sound checkpoint and the damaged ones after it. Warn of these, and never delete them."""
         store = self.spec.open()
         damage = CorruptCheckpointError("its data are damaged")
@@ -125,7 +129,7 @@ class Coordinator:
                 if isinstance(below.damage, UnsupportedFormatError):
                     raise below.damage
                 if below.root is not None:
-                    return Found(steps[below.name], below.name, below.root), damaged
+                    return RunCheckpoint(steps[below.name], below.name, below.root), damaged
                 damaged.append(below)
                 warn(skip_warning(store, below))
             return None, damaged
@@ -134,7 +138,11 @@ class Coordinator:
                 known.note_damaged(below.name for below in damaged)
 
     def _take(
-        self, stored: RunRecord | None, chosen: Found | None, steps: Mapping[str, int], newest: Found | None
+        self,
+        stored: RunRecord | None,
+        chosen: RunCheckpoint | None,
+        steps: Mapping[str, int],
+        newest: RunCheckpoint | None,
     ) -> None:
         self.newest_step = -1 if newest is None else newest.step
         if self.ownership.taken:
@@ -145,7 +153,7 @@ class Coordinator:
         with self.retention.known() as known:
             known.note_folders(steps)
 
-    def _remove_after(self, chosen: Found, steps: Mapping[str, int], progressed: Callable[[], None]) -> None:
+    def _remove_after(self, chosen: RunCheckpoint, steps: Mapping[str, int], progressed: Callable[[], None]) -> None:
         """Remove all checkpoints of later steps, the last one first.
 
         Unfinished saves of this run stay: this job has taken over the run, so they fail at their commit. Their
@@ -311,12 +319,12 @@ def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
     )
 
 
-def _find_step(store: Store, step: int, steps: Mapping[str, int], unreadable: frozenset[str]) -> Found:
+def _find_step(store: Store, step: int, steps: Mapping[str, int], unreadable: frozenset[str]) -> RunCheckpoint:
     """Return the sound checkpoint of a step. Raises the reason if there is none."""
     damage, unfinished = None, ""
     for below in newest_first(store, [name for name in steps if steps[name] == step and name not in unreadable]):
         if below.root is not None:
-            return Found(step, below.name, below.root)
+            return RunCheckpoint(step, below.name, below.root)
         if isinstance(below, WithoutRoot):
             unfinished = f". {below.damage}"
         else:

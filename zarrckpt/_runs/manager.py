@@ -32,7 +32,7 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
-from zarrckpt._runs.coordinator import Chosen, Coordinator
+from zarrckpt._runs.coordinator import ChosenCheckpoint, Coordinator
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.saving import StepSaver, StepState
@@ -248,7 +248,7 @@ class CheckpointManager:
 
     def _restore(
         self, state: dict[str, Any], request: LoadRequest, step: int | None, rewind: bool
-    ) -> tuple[int | None, Chosen]:
+    ) -> tuple[int | None, ChosenCheckpoint]:
         """Load the checkpoint that the coordinator chooses, or another one if that is damaged. Return its step."""
         unreadable: frozenset[str] = frozenset()
         while True:
@@ -266,7 +266,7 @@ class CheckpointManager:
                 which = "the checkpoint before it" if step is None else "another one of this step"
                 warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
 
-    def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
+    def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> ChosenCheckpoint:
         with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
             return rounds.merge(
                 "the checkpoint to restore",
@@ -274,7 +274,7 @@ class CheckpointManager:
                 lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.progressed),
             )
 
-    def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: Chosen) -> int | None:
+    def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
         if not chosen.from_source:
             return None
         keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys

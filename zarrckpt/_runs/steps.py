@@ -48,7 +48,7 @@ def step_folders(names: Iterable[str]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunCheckpoint:
     """A committed checkpoint of a run."""
 
     step: int

@@ -25,7 +25,7 @@ from zarrckpt._format.wire import record
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
-from zarrckpt._ranks.errors import StoppedByOthers
+from zarrckpt._ranks.errors import StoppedError
 from zarrckpt._ranks.messages import Channel
 from zarrckpt._save.exchange import Exchange, Received
 from zarrckpt._save.items import Items, Source
@@ -230,10 +230,10 @@ class RankWriter:
         """Yield the jobs of this rank. Raises StoppedByOthers after :meth:`stop`."""
         for job in self._all_jobs():
             if self._stopped:
-                raise StoppedByOthers
+                raise StoppedError
             yield job
         if self._stopped:
-            raise StoppedByOthers
+            raise StoppedError
 
     def _all_jobs(self) -> Iterator[Callable[[], None]]:
         """Yield the jobs of this rank. With an exchange, the generator also moves pieces that other ranks wait for."""

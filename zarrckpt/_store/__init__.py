@@ -6,8 +6,8 @@ not depend on the format of checkpoints. Importing it imports neither zarr nor a
 
 from __future__ import annotations
 
-from zarrckpt._store._base import Buffer, ObjectInfo, Reader, Store, Versioned
+from zarrckpt._store._base import Buffer, ObjectInfo, Reader, Store, VersionedObject
 from zarrckpt._store._spec import StoreSpec, Url, open_store
 from zarrckpt._store._url import join_url
 
-__all__ = ["Buffer", "ObjectInfo", "Reader", "Store", "StoreSpec", "Url", "Versioned", "join_url", "open_store"]
+__all__ = ["Buffer", "ObjectInfo", "Reader", "Store", "StoreSpec", "Url", "VersionedObject", "join_url", "open_store"]

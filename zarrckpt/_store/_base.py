@@ -89,7 +89,7 @@ class ObjectInfo:
 
 
 @dataclass(frozen=True)
-class Versioned:
+class VersionedObject:
     """An object's bytes and its version for :meth:`Store.replace`. Versions are opaque and valid for one store only."""
 
     data: bytes
@@ -205,10 +205,10 @@ class Store(abc.ABC):
         """
         raise _failures.not_found(f"{'../' * levels}{key}", self.url)
 
-    def get_versioned(self, key: str) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
         """Return a whole object and its version. One request; three with s3fs, which returns data without a version."""
         data = self.get(key)
-        return Versioned(data, version_of(data))
+        return VersionedObject(data, version_of(data))
 
     @abc.abstractmethod
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Store, Versioned
+from zarrckpt._store._base import Store, VersionedObject
 
 _PUT_TRIES = 5
 
@@ -66,7 +66,7 @@ class ConditionalStore(Store):
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
         """Make one put that the server must refuse unless the object has this version. Errors as in put_if_absent."""
 
-    def read_if_any(self, key: str) -> Versioned | None:
+    def read_if_any(self, key: str) -> VersionedObject | None:
         """Return the object, or None if it is absent."""
         try:
             return self.get_versioned(key)

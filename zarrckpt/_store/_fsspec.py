@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, VersionedObject, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
@@ -53,14 +53,14 @@ class FsspecStore(ClientStore):
         whole = {"max_concurrency": 1} if self._traits.splits else {}
         return self._read(name, lambda fs: bytes(fs.cat_file(name, **whole)))
 
-    def get_versioned(self, key: str) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
         if not self._traits.s3:
             return super().get_versioned(key)
         # s3fs returns bytes without an e-tag, so compare the e-tags before and after the read.
         for _ in range(_READ_TRIES):
             before, data, after = self._e_tag(key), self.get(key), self._e_tag(key)
             if before == after:
-                return Versioned(data, before)
+                return VersionedObject(data, before)
         raise StorageError(
             f"reading {key!r} in {self.url} failed: it changed during each of {_READ_TRIES} reads. Try again"
         )

@@ -17,7 +17,7 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
@@ -60,13 +60,13 @@ class ObstoreStore(ClientStore):
     def get_named(self, name: str, max_bytes: int) -> bytes:
         return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))
 
-    def get_versioned(self, key: str) -> Versioned:
-        def fetch(store: Any) -> Versioned:
+    def get_versioned(self, key: str) -> VersionedObject:
+        def fetch(store: Any) -> VersionedObject:
             answer = obstore.get(store, self.name(key))
             # obstore refuses None as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
             data = _take_whole(answer, key, MAX_WHOLE_BYTES)
-            return Versioned(data, version or version_of(data))
+            return VersionedObject(data, version or version_of(data))
 
         return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
 

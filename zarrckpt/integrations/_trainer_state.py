@@ -122,7 +122,7 @@ def parse_trainer_state(found: Mapping[str, Any], run: str) -> tuple[dict[str, A
     return {"saved": found["saved"], "state": found["state"], "best": best, "run": run}, json.dumps(trainer_state)
 
 
-class AdaptersOnly(nn.Module):
+class AdapterModel(nn.Module):
     """The adapters of a PEFT model and its other trained parameters, under their names in the model."""
 
     def __init__(self, model: Any) -> None:

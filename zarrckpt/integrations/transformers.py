@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 from zarrckpt.integrations._pretrained import export_pretrained, load_pretrained  # noqa: E402
 from zarrckpt.integrations._trainer_state import (  # noqa: E402
-    AdaptersOnly,
+    AdapterModel,
     RestOfTrainer,
     TotalLimit,
     enabled_scaler,
@@ -294,7 +294,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
     def _module(self) -> nn.Module:
         model: nn.Module = self.model
-        return AdaptersOnly(model) if self.adapters_only else model
+        return AdapterModel(model) if self.adapters_only else model
 
 
 def _step_in_run(run: str, url: str) -> int | None:

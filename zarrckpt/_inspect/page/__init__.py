@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zarrckpt._errors import StorageError
 from zarrckpt._inspect.comparison import entry_changes, names_of_both
 from zarrckpt._inspect.info import checkpoint_info
-from zarrckpt._inspect.page.data import Side, page_data, read_numbers
+from zarrckpt._inspect.page.data import PageCheckpoint, page_data, read_numbers
 from zarrckpt._jobs import Progress
 from zarrckpt._read.selection import open_selection
 from zarrckpt._store import Url
@@ -99,7 +99,7 @@ def report(
     wanted = [fqn for fqn in names_of_both(one, two, [*include]) if fqn not in dropped]
     ckpts = [one] if other is None else [one, two]
     parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
-    sides = [Side(part._catalog, tuple(part), checkpoint_info(part)) for part in parts]
+    sides = [PageCheckpoint(part._catalog, tuple(part), checkpoint_info(part)) for part in parts]
     changed, same = ({}, []) if other is None else entry_changes(one, two, wanted)
     found = read_numbers(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)

@@ -29,7 +29,7 @@ _MAX_TEXT = 20_000
 
 
 @dataclass(frozen=True)
-class Side:
+class PageCheckpoint:
     """A checkpoint on the page, or a part of one."""
 
     catalog: Catalog
@@ -61,7 +61,7 @@ class PageNumbers:
         return any(look.stats.nan or look.stats.inf for look in looks)
 
 
-def read_numbers(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
+def read_numbers(sides: Sequence[PageCheckpoint], same: Sequence[str], progress: Progress | None) -> PageNumbers:
     """Read all tensors of the sides once, and compare the tensors in ``same``, whose numbers can be compared."""
     both = set(same)
     groups = [([*range(len(sides))], [*same])]
@@ -88,7 +88,10 @@ def read_numbers(sides: Sequence[Side], same: Sequence[str], progress: Progress 
 
 
 def page_data(
-    sides: Sequence[Side], same: Sequence[str], changed: Mapping[str, tuple[str, str]], found: PageNumbers | None
+    sides: Sequence[PageCheckpoint],
+    same: Sequence[str],
+    changed: Mapping[str, tuple[str, str]],
+    found: PageNumbers | None,
 ) -> Json:
     """Return the JSON of a page.
 
@@ -115,7 +118,7 @@ def page_data(
     }
 
 
-def _side(side: Side, layouts: Layouts) -> Json:
+def _side(side: PageCheckpoint, layouts: Layouts) -> Json:
     root = side.catalog.root
     info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
     info["step"] = None if side.info.step is None else _number(side.info.step)
@@ -129,7 +132,7 @@ def _side(side: Side, layouts: Layouts) -> Json:
 
 
 def _tensor_json(
-    fqn: str, sides: Sequence[Side], layouts: Sequence[Layouts], found: PageNumbers | None, in_both: bool
+    fqn: str, sides: Sequence[PageCheckpoint], layouts: Sequence[Layouts], found: PageNumbers | None, in_both: bool
 ) -> Json:
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1
@@ -155,7 +158,7 @@ def _tensor_json(
     return tensor
 
 
-def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
+def _equal_bytes(sides: Sequence[PageCheckpoint], fqn: str) -> bool | None:
     """Whether two tensors have equal bytes, by their checksums. None if checksums cannot decide it."""
     one, other = (side.tensors[fqn] for side in sides)
     if (one.grid, one.compression) != (other.grid, other.compression):
@@ -203,19 +206,19 @@ def _number(value: float) -> float | str | None:
     return value if math.isfinite(value) else str(value)
 
 
-def _entry_json(fqn: str, sides: Sequence[Side], changed: bool) -> Json:
+def _entry_json(fqn: str, sides: Sequence[PageCheckpoint], changed: bool) -> Json:
     shown = [_side_of_entry(side, fqn) for side in sides]
     return {"name": fqn, "sides": shown, "changed": changed}
 
 
-def _side_of_entry(side: Side, fqn: str) -> Json | None:
+def _side_of_entry(side: PageCheckpoint, fqn: str) -> Json | None:
     if fqn in side.objects:
         return _value(side, fqn)
     node = side.tensors.get(fqn)
     return None if node is None else {"type": "tensor", "tensor": f"{node.dtype.name} {node.grid.shape}"}
 
 
-def _value(side: Side, fqn: str) -> Json:
+def _value(side: PageCheckpoint, fqn: str) -> Json:
     """Return a value as Python's text, or the size of a blob, which is not read."""
     entry = side.catalog.root.objects[fqn]
     if isinstance(entry, BlobEntry):

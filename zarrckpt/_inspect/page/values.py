@@ -11,7 +11,7 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.differences import Sums, TensorDifference, choose_wider, dtypes_of
+from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
 from zarrckpt._inspect.exact import NumberArray
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
@@ -195,10 +195,10 @@ def read_stats(
     """
     one, other = catalogs[0], catalogs[-1]
     gatherers = [_Gatherers(catalog, fqns) for catalog in catalogs]
-    sums = {fqn: Sums() for fqn in fqns}
+    sums = {fqn: DifferenceSums() for fqn in fqns}
 
-    def look(fqn: str, box: Box) -> Sums:
-        parts, found, begin = [gatherer.part(fqn) for gatherer in gatherers], Sums(), 0
+    def look(fqn: str, box: Box) -> DifferenceSums:
+        parts, found, begin = [gatherer.part(fqn) for gatherer in gatherers], DifferenceSums(), 0
         for same in blocks(*(read_part(catalog, fqn, box) for catalog in catalogs), size=_PAGE_BLOCK):
             if len(catalogs) > 1:
                 found.add(same[0], same[1], begin, box)
