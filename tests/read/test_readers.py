@@ -122,6 +122,18 @@ def test_zipped_checkpoints_open(name: str, tmp_path: Path, pipeline: str) -> No
         zarrckpt.open(ZipStore(tmp_path / "no.zip", mode="r"))
 
 
+def test_stores_inside_each_other_answer_many_calls_at_once(tmp_path: Path) -> None:
+    """Each call of the outer store waits for one of the inner store, so they must not share threads."""
+    inner = opened(unpacked("chunks", tmp_path))["w"].store
+    outer = opened(inner)["w"].store
+
+    async def get_many() -> list[Any]:
+        return await asyncio.gather(*(outer.get("w/c.0.0", PROTOTYPE) for _ in range(200)))
+
+    answers = zarr.core.sync.sync(asyncio.wait_for(get_many(), 60))
+    assert {answer.to_bytes() for answer in answers} == {(tmp_path / "chunks" / "w" / "c.0.0").read_bytes()}
+
+
 def test_documents_of_other_saves_are_not_read(tmp_path: Path) -> None:
     """zarr-python and xarray ask the store for documents. After an overwrite these are another save's."""
     folder = unpacked("chunks", tmp_path)

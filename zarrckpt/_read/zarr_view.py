@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextvars import ContextVar, copy_context
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,12 @@ T = TypeVar("T")
 
 _THREADS = 64
 """Maximum number of concurrent requests. zarr-python makes ten at a time by default."""
+_depth = ContextVar("zarrckpt-zarr", default=0)
+"""Number of these stores whose calls wait for the current one.
+
+A checkpoint may be opened through the Zarr store of an open checkpoint. Each store has its own threads, because all
+threads of the outer one can wait for the inner one.
+"""
 
 
 class StrictStore(Store):
@@ -178,7 +185,14 @@ class StrictStore(Store):
 
 async def _in_thread(call: Callable[[], T]) -> T:
     """Make a call in a thread, because it may wait for requests, and the event loop serves all of zarr's stores."""
-    return await asyncio.get_running_loop().run_in_executor(thread_pool("zarrckpt-zarr", _THREADS), call)
+    depth = _depth.get()
+
+    def call_inside() -> T:
+        _depth.set(depth + 1)
+        return call()
+
+    pool = thread_pool(f"zarrckpt-zarr-{depth}", _THREADS)
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, call_inside)
 
 
 def _chunk(node: ArrayNode, name: str) -> Ints | None:
