@@ -130,8 +130,10 @@ def _wrong_parts(url: str) -> None:
     ]
     # As many elements as the tensor has, but some of them twice.
     overlaid = _part(_whole(torch.float32), 0, [*ROWS[:1], [(0, 4), (0, 0)], *ROWS[2:]])
-    with pytest.raises(zarrckpt.UnsupportedLayoutError, match=r"'w' .*overlap"):
-        zarrckpt.save({"w": overlaid}, url)
+    twice = _part(_whole(torch.float32), 0, [[*ROWS[0], *ROWS[0]], *ROWS[1:]])
+    for part in (overlaid, twice):
+        with pytest.raises(zarrckpt.UnsupportedLayoutError, match=r"'w' .*overlap"):
+            zarrckpt.save({"w": part}, url)
     for what, wrong in cases:
         part = _part(_whole(torch.float32), 0, ROWS)
         if dist.get_rank() == 1:

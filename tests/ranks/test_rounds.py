@@ -720,7 +720,7 @@ def test_a_rank_killed_while_sending_pieces_is_named() -> None:
 SCRIPT = """
 import sys, threading, time
 import torch.distributed as dist
-from harness.internals import Ranks
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 def calls():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,18 +26,23 @@ class LocalBoxes:
     """The cuts of the tensor over a mesh, if they determine the boxes of all ranks."""
 
     @property
-    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
-        """The boxes of this rank and views of their memory, by global offset."""
+    def _tensors(self) -> Sequence[tuple[Box, torch.Tensor]]:
+        """The boxes of this rank and views of their memory. Boxes that overlap are all here, so that they are found."""
         raise NotImplementedError
 
     @property
     def boxes(self) -> list[Box]:
         """The boxes of the global tensor that this rank holds. The list can be empty."""
-        return [box for box, _ in self._tensors.values()]
+        return [box for box, _ in self._tensors]
+
+    @cached_property
+    def _by_offset(self) -> dict[Ints, torch.Tensor]:
+        # A box without elements can have the same offset as another one.
+        return {box.offset: tensor for box, tensor in sorted(self._tensors, key=lambda row: row[0].size)}
 
     def tensor_at(self, offset: Ints) -> torch.Tensor:
         """Return a view of the local memory of the box at a global offset."""
-        return self._tensors[offset][1]
+        return self._by_offset[offset]
 
 
 class DTensorBoxes(LocalBoxes):
@@ -69,7 +74,7 @@ class DTensorBoxes(LocalBoxes):
         return Sharding(_ranks_of(self._mesh), tuple(self._mesh.shape), cuts)
 
     @cached_property
-    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
+    def _tensors(self) -> Sequence[tuple[Box, torch.Tensor]]:
         coordinate = self._mesh.get_coordinate()
         if coordinate is not None and 0 in self.shape:
             return _without_elements(self.shape, self._local)
@@ -84,14 +89,13 @@ class DTensorBoxes(LocalBoxes):
         return _views(self._local, found)
 
 
-def _without_elements(shape: Ints, local: torch.Tensor) -> dict[Ints, tuple[Box, torch.Tensor]]:
+def _without_elements(shape: Ints, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the box of a tensor without elements. It has no chunks, but it is an entry, so every rank describes it."""
-    zero = (0,) * len(shape)
-    return {zero: (Box(zero, shape), local.new_empty(shape))}
+    return [(Box((0,) * len(shape), shape), local.new_empty(shape))]
 
 
-def _views(local: torch.Tensor, found: Iterable[LocalBox]) -> dict[Ints, tuple[Box, torch.Tensor]]:
-    return {box.offset: (box, local[Box(start, box.shape).slices()]) for box, start in found}
+def _views(local: torch.Tensor, found: Iterable[LocalBox]) -> list[tuple[Box, torch.Tensor]]:
+    return [(box, local[Box(start, box.shape).slices()]) for box, start in found]
 
 
 _rank_lists: dict[int, tuple[Any, Ints]] = {}
@@ -127,7 +131,7 @@ class AttributeBoxes(LocalBoxes):
         self.dtype = self._local.dtype
 
     @cached_property
-    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
+    def _tensors(self) -> Sequence[tuple[Box, torch.Tensor]]:
         if 0 in self.shape:
             return _without_elements(self.shape, self._local)
         found: list[LocalBox] = []
@@ -155,20 +159,15 @@ class SeparateBoxes(LocalBoxes):
     def __init__(self, shape: Ints, dtype: torch.dtype, tensors: Iterable[tuple[Box, torch.Tensor]]) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._by_offset: dict[Ints, tuple[Box, torch.Tensor]] = {}
-        for box, tensor in tensors:
-            # An empty box can have the same offset as another one.
-            if box.size or box.offset not in self._by_offset:
-                self._by_offset[box.offset] = (box, tensor)
+        self._rows = [*tensors]
 
     @property
-    def _tensors(self) -> Mapping[Ints, tuple[Box, torch.Tensor]]:
-        return self._by_offset
+    def _tensors(self) -> Sequence[tuple[Box, torch.Tensor]]:
+        return self._rows
 
     def copied(self, copy: Callable[[Box, torch.Tensor], torch.Tensor]) -> SeparateBoxes:
         """Return the same boxes with copies of the tensors, made by ``copy(box, tensor)``."""
-        rows = self._tensors.values()
-        return SeparateBoxes(self.shape, self.dtype, [(box, copy(box, tensor)) for box, tensor in rows])
+        return SeparateBoxes(self.shape, self.dtype, [(box, copy(box, tensor)) for box, tensor in self._rows])
 
 
 def to_local_boxes(fqn: str, leaf: Any) -> Any:
