@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import os
 import re
@@ -125,6 +126,23 @@ def test_documented_arguments_exist(name: str, found: Any) -> None:
 
 def test_arguments_are_found() -> None:
     assert {"url", "options", "progress"} <= set(arguments(inspect.getdoc(zarrckpt.ZarrStorageWriter) or ""))
+
+
+def test_errors_named_in_docstrings_exist() -> None:
+    known, named = {*dir(builtins)}, set()
+    for path in (ROOT / "zarrckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.ImportFrom):
+                known |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str:
+                docstring = " ".join(node.value.value.split())
+                for listed in re.findall(r"\bRaises ((?:(?:,? and |,? or |, )?[A-Z]\w+)+)", docstring):
+                    named |= {(name, path.name) for name in re.findall(r"[A-Z]\w+", listed)}
+                named |= {(name, path.name) for name in re.findall(r"\b[A-Z]\w+Error\b", docstring)}
+    assert len(named) > 200
+    assert sorted((name, module) for name, module in named if name not in known) == []
 
 
 def test_the_drawings_are_up_to_date() -> None:

@@ -343,7 +343,7 @@ class Rounds:
         except Exception as err:
             return [Failure.of_error(err, self.members[0])], err
 
-    def progressed(self) -> None:
+    def report_alive(self) -> None:
         pass
 
     def pieces(self) -> Pieces:

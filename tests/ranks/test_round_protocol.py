@@ -521,7 +521,7 @@ def test_after_an_error_others_wait_a_limited_time(monkeypatch: pytest.MonkeyPat
     begin = job.now
     while any(job.ranks[number].state == "waiting" for number in (0, 1, 3)):
         job.pass_time()
-        job.ranks[2].protocol.progressed = True  # type: ignore[union-attr]
+        job.ranks[2].protocol.has_progressed = True  # type: ignore[union-attr]
         deliver_all(job)
     assert job.now - begin == round_protocol.DRAIN_SECONDS + 1
     assert [rank.state for rank in job.ranks] == ["ended", "ended", "working", "ended"]
@@ -534,7 +534,7 @@ def test_only_work_without_progress_is_given_up(reports: bool, monkeypatch: pyte
     end_work(job, 0, 2, 3)
     for _ in range(int(3 * TIMEOUT)):
         job.pass_time()
-        job.ranks[1].protocol.progressed = reports  # type: ignore[union-attr]
+        job.ranks[1].protocol.has_progressed = reports  # type: ignore[union-attr]
         deliver_all(job)
     if reports:
         end_work(job, 1)
@@ -549,7 +549,7 @@ def test_the_log_names_missing_ranks_on_waiting_ranks(monkeypatch: pytest.Monkey
     end_work(job, 0, 1, 2, 4)
     while job.now < 1000 + 35:
         job.pass_time()
-        job.ranks[3].protocol.progressed = True  # type: ignore[union-attr]
+        job.ranks[3].protocol.has_progressed = True  # type: ignore[union-attr]
         deliver_all(job)
     text = f"call a 1: waiting for rank {FIRST + 3} (round 1)"
     assert [rank.warnings for rank in job.ranks] == [[text], [text], [text], [], [text]]

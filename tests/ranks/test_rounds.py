@@ -445,7 +445,7 @@ def _progress() -> Any:
         if me() == 1:
             for _ in range(12):
                 time.sleep(0.15)
-                rounds.progressed()
+                rounds.report_alive()
         return 1
 
     with call(timeout=0.8) as rounds:
@@ -499,7 +499,7 @@ def _one_is_killed(victim: int, how: int, before: bool, narrow: bool, timeout: f
                 time.sleep(0.7)
                 os.kill(os.getpid(), how)
             while me() % 2 and not ended.wait(0.1):
-                calls[0].progressed()
+                calls[0].report_alive()
             return 1
 
         def stop() -> None:

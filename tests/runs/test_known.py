@@ -89,14 +89,14 @@ class Folder(RuleBasedStateMachine):
 
     def try_delete(self, step: int) -> bool:
         assert step not in self.kept() | self.damaged and step < max(self.committed)
-        result = Deletion.PINNED if step in self.pinned else Deletion.DONE
+        result = Deletion.PINNED if step in self.pinned else Deletion.SETTLED
         result = Deletion.FAILED if step in self.failing else result
-        if result is Deletion.DONE:
+        if result is Deletion.SETTLED:
             self.committed.pop(step, None)
             self.begun.discard(step)
             self.known.forget(str(step))
         self.known.note_deletion(str(step), result)
-        self.deletions += result is Deletion.DONE
+        self.deletions += result is Deletion.SETTLED
         assert self.known.may_save() or self.deletions < 3
         return result is not Deletion.FAILED
 

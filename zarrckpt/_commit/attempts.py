@@ -53,7 +53,7 @@ class Attempt:
     """One save from begin to commit. Only the coordinator has it."""
 
     marker: Marker
-    base: VersionedObject | None
+    base_document: VersionedObject | None
     """The root document at begin, or None. The commit replaces exactly this version."""
     history: tuple[str, ...]
     older: tuple[Marker, ...]
@@ -77,7 +77,7 @@ class Attempt:
 
 def refuse_committed(store: Store) -> None:
     """Raise the error of :func:`begin` without ``overwrite`` if a root document exists. One request."""
-    _refuse_root(store, parse_base(store, get_versioned_if_stored(store, NODE), damaged=False))
+    _refuse_root(store, parse_base(store, get_versioned_if_stored(store, NODE), allow_damaged=False))
 
 
 def _refuse_root(store: Store, root: Root | None) -> None:
@@ -101,7 +101,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         raise CheckpointRemovedError(
             f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}. Then save again"
         )
-    root = parse_base(store, seen.base, damaged=overwrite)
+    root = parse_base(store, seen.base_document, allow_damaged=overwrite)
     if not overwrite:
         _refuse_root(store, root)
     older = read_markers(store, root, seen)
@@ -109,10 +109,10 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     # If an attempt began while a removal ran, it may have the canonical tree although its claim was deleted.
     tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
     base_id = "" if root is None else root.save_id
-    own = dataclasses.replace(marker, tree=tree, base=base_id)
+    own = dataclasses.replace(marker, tree=tree, base_id=base_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     unmarked = {*seen.attempt_ids} - {earlier.save_id for earlier in older}
-    attempt = Attempt(own, seen.base, history, tuple(older), tuple(sorted(unmarked)))
+    attempt = Attempt(own, seen.base_document, history, tuple(older), tuple(sorted(unmarked)))
     keys = [marker_key(own.save_id)]
     try:
         store.put(keys[0], [own.to_bytes()])
@@ -121,7 +121,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
             store.put(keys[-1], [dumps(group_document())])
         # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
         store.sync(keys)
-        if seen.base is not None:
+        if seen.base_document is not None:
             # Checked after the marker is put: a pin is put before markers are read, so one of the two finds the other.
             refuse_pinned(store)
     except BaseException:
@@ -147,10 +147,10 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     """
     data = root.to_bytes()
     try:
-        if attempt.base is None:
+        if attempt.base_document is None:
             store.create(NODE, data)
         else:
-            store.replace(NODE, data, attempt.base.version)
+            store.replace(NODE, data, attempt.base_document.version)
     except StorageError as err:
         winner = _read_winner(store)
         # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.

@@ -36,12 +36,12 @@ _CONTENTS_TRIES = 5
 class UrlListings:
     """The root document and the names at a url, before the markers are read."""
 
-    base: VersionedObject | None
+    base_document: VersionedObject | None
     claimed: bool
     names: set[str]
     attempt_ids: list[str]
     in_order: bool
-    """Whether ``names`` was read after ``base``, and ``attempt_ids`` after ``names``."""
+    """Whether ``names`` was read after ``base_document``, and ``attempt_ids`` after ``names``."""
 
     @property
     def removal(self) -> bool:
@@ -54,15 +54,15 @@ def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
 
     With ``to_save``, raises ForeignObjectsError if the url is inside a checkpoint, see :func:`refuse_inside`.
     """
-    read_base = partial(get_versioned_if_stored, key=NODE)
-    reads: list[Callable[[Store], Any]] = [read_base, is_claimed, list_top_names, list_attempt_ids]
+    read_base_document = partial(get_versioned_if_stored, key=NODE)
+    reads: list[Callable[[Store], Any]] = [read_base_document, is_claimed, list_top_names, list_attempt_ids]
     reads += [partial(find_inside_error, levels=levels) for levels in CLAIM_LEVELS if to_save]
     # A local read takes less time than the start of a thread.
     at_once = 1 if store.is_local else len(reads)
-    base, claimed, names, attempt_ids, *inside = run_jobs([partial(read, store) for read in reads], at_once)
+    base_document, claimed, names, attempt_ids, *inside = run_jobs([partial(read, store) for read in reads], at_once)
     for error in filter(None, inside):
         raise error
-    return UrlListings(base, claimed, names, attempt_ids, in_order=False)
+    return UrlListings(base_document, claimed, names, attempt_ids, in_order=False)
 
 
 def _in_order(store: Store, seen: UrlListings) -> UrlListings:
@@ -86,7 +86,7 @@ def read_markers(store: Store, root: Root | None, seen: UrlListings, *, folder: 
     Raises ForeignObjectsError if there are objects of no attempt, because a later clean-up could not assign them. With
     ``folder``, any objects are allowed beside other checkpoints if none is committed at the url.
     """
-    if seen.base is not None and not seen.in_order:
+    if seen.base_document is not None and not seen.in_order:
         # The attempt that wrote the root may have begun after the listings were read.
         return read_markers(store, root, _in_order(store, seen), folder=folder)
     reads = (partial(read_marker, store, save_id) for save_id in seen.attempt_ids if save_id != REMOVED)
@@ -100,14 +100,16 @@ def read_markers(store: Store, root: Root | None, seen: UrlListings, *, folder: 
     foreign = seen.names - known
     if foreign and not seen.in_order:
         return read_markers(store, root, _in_order(store, seen), folder=folder)
-    if foreign and folder and seen.base is None and holds_checkpoints(store):
+    if foreign and folder and seen.base_document is None and holds_checkpoints(store):
         # A save was begun by mistake in the folder of a run. Objects of others in that folder stay.
         return markers
     if foreign:
         # They may have been cleaned up after the listing, with their marker.
         foreign = _still_stored(store, foreign)
     if foreign:
-        raise foreign_objects_error(store, foreign, committed=seen.base is not None, begun=store.holds(RESERVED_GROUP))
+        raise foreign_objects_error(
+            store, foreign, committed=seen.base_document is not None, begun=store.holds(RESERVED_GROUP)
+        )
     return markers
 
 
@@ -145,22 +147,23 @@ class UrlContents:
 
     def may_commit(self, marker: Marker) -> bool:
         """Whether an attempt could commit if it still runs: the save that it replaces is still committed."""
-        return not marker.failed and marker.base == ("" if self.root is None else self.root.save_id)
+        return not marker.failed and marker.base_id == ("" if self.root is None else self.root.save_id)
 
 
-def read_contents(store: Store, *, damaged: bool = False, folder: bool = False) -> UrlContents:
+def read_contents(store: Store, *, allow_damaged: bool = False, folder: bool = False) -> UrlContents:
     """Return the objects of saves, pins and removals at a url.
 
-    With ``damaged``, or if a removal has not ended, a damaged root counts as none. With ``folder``, any objects are
-    allowed beside other checkpoints below the url if none is committed at it. Raises ForeignObjectsError for any other
-    object, CorruptCheckpointError for a damaged root, StorageError if other saves commit during each of several reads.
+    With ``allow_damaged``, or if a removal has not ended, a damaged root counts as none. With ``folder``, any objects
+    are allowed beside other checkpoints below the url if none is committed at it. Raises ForeignObjectsError for any
+    other object, CorruptCheckpointError for a damaged root, StorageError if other saves commit during each of several
+    reads.
     """
     for _ in range(_CONTENTS_TRIES):
         seen = _in_order(store, read_listings(store))
-        root = parse_base(store, seen.base, damaged=damaged or seen.removal)
+        root = parse_base(store, seen.base_document, allow_damaged=allow_damaged or seen.removal)
         markers = read_markers(store, root, seen, folder=folder and not seen.removal)
         probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
-        root_bytes = None if seen.base is None else seen.base.data
+        root_bytes = None if seen.base_document is None else seen.base_document.data
         # A save that commits in between changes which of the attempts could still commit.
         if root_bytes == get_if_stored(store, NODE):
             return UrlContents(root_bytes, root, seen.claimed, markers, probes, list_pin_keys(store), seen.removal)

@@ -75,11 +75,14 @@ class Marker:
     arrays: tuple[str, ...]
     groups: tuple[str, ...]
     started: str
-    base: str = ""
-    """The save that the attempt replaces, or "" if none was committed. It can commit only while this is unchanged."""
+    base_id: str = ""
+    """The id of the save that the attempt replaces, or "" if none was committed.
+
+    The attempt can commit only while this save is the committed one.
+    """
     failed: bool = False
     """Whether the attempt has ended without a commit and will never commit."""
-    run: str = ""
+    run_id: str = ""
     """The id of the run that the attempt belongs to, or "". A run deletes only folders whose attempts have its id."""
 
     def to_bytes(self) -> bytes:
@@ -87,13 +90,13 @@ class Marker:
         own: Json = {
             "attempt": self.save_id,
             "tree": self.tree,
-            "base": self.base,
+            "base": self.base_id,
             "started": self.started,
             "arrays": list(self.arrays),
             "groups": list(self.groups),
         }
         failed: Json = {"failed": True} if self.failed else {}
-        return sealed_bytes(own | failed | ({"run": self.run} if self.run else {}))
+        return sealed_bytes(own | failed | ({"run": self.run_id} if self.run_id else {}))
 
     def top_names(self) -> set[str]:
         """Return the names directly below the checkpoint's url under which this attempt writes."""
@@ -137,14 +140,14 @@ def marker_of(root: Root) -> Marker:
 def parse_marker(data: bytes, where: str) -> Marker:
     """Parse and validate a stored marker. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
-    save_id, base = members.save_id("attempt"), members.text("base")
+    save_id, base_id = members.save_id("attempt"), members.text("base")
     return Marker(
         save_id,
         _tree(members, save_id),
         check_paths(members.sequence("arrays"), where),
         check_paths(members.sequence("groups"), where),
         members.time("started"),
-        base and members.as_save_id("base", base),
+        base_id and members.as_save_id("base", base_id),
         members.own.get("failed") is True,
         members.as_save_id("run", members.own["run"]) if "run" in members.own else "",
     )

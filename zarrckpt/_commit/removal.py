@@ -56,7 +56,7 @@ def remove_all(store: Store, found: UrlContents) -> int:
         record, first = _record_removal(store, own, begun=found.removal)
         try:
             # Read again, because no save begins after the record, so this result stays true.
-            found = read_contents(store, damaged=True)
+            found = read_contents(store, allow_damaged=True)
             _delete_root(store, found.root_bytes, record)
         except CheckpointError:
             # An earlier removal may have seen no pin and be about to delete. Then the record must stay.

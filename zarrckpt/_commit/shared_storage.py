@@ -30,7 +30,7 @@ def host_name() -> str:
 
 
 def refuse_separate_storage(
-    store: Store, save_id: str, coordinator_host: str, progressed: Callable[[], None], stopped: Callable[[], bool]
+    store: Store, save_id: str, coordinator_host: str, report_alive: Callable[[], None], stopped: Callable[[], bool]
 ) -> None:
     """Raise StorageError if this rank cannot read the marker that the coordinator has put at the url.
 
@@ -52,7 +52,7 @@ def refuse_separate_storage(
                 "storage. Save to a folder that all hosts share, or to an object store whose endpoint is the same "
                 "server for all hosts"
             )
-        progressed()
+        report_alive()
         time.sleep(_PAUSE_SECONDS)
         store.refresh(RESERVED_GROUP)
 

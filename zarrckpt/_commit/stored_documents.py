@@ -46,22 +46,22 @@ def get_versioned_if_stored(store: Store, key: str) -> VersionedObject | None:
         return None
 
 
-def parse_base(store: Store, base: VersionedObject | None, *, damaged: bool) -> Root | None:
-    """Return the root of a document, or None if there is none, or if it is damaged and ``damaged`` is true.
+def parse_base(store: Store, base_document: VersionedObject | None, *, allow_damaged: bool) -> Root | None:
+    """Return the root of a document, or None if there is none, or if it is damaged and ``allow_damaged`` is true.
 
     Raises CorruptCheckpointError or ForeignObjectsError otherwise.
     """
-    if base is None:
+    if base_document is None:
         return None
     try:
-        return parse_root_document(base.data, store.url)
+        return parse_root_document(base_document.data, store.url)
     except CorruptCheckpointError as err:
-        if not damaged:
+        if not allow_damaged:
             raise CorruptCheckpointError(f"{err}. overwrite=True replaces it, zarrckpt.remove deletes it") from err
         return None
     except ForeignObjectsError:
         # If there is a claim, another program has replaced the root document of a checkpoint.
-        if not (damaged and is_stored(store, CLAIM_KEY)):
+        if not (allow_damaged and is_stored(store, CLAIM_KEY)):
             raise
         return None
 

@@ -34,7 +34,7 @@ class ChannelName:
 
 
 class _Group:
-    """A private gloo group of all members for :class:`Pieces`. Collective over the members. Raises PeerLost."""
+    """A private gloo group of all members for :class:`Pieces`. Collective over the members. Raises LostPeerError."""
 
     def __init__(self, name: ChannelName) -> None:
         self._rank, self._size = name.members.index(global_rank()), len(name.members)
@@ -86,7 +86,10 @@ def forget_channels() -> None:
 
 @contextlib.contextmanager
 def connect_pieces(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Connect the ranks for a block, or yield None without a name. An error closes the connections. Raises PeerLost."""
+    """Connect the ranks for a block, or yield None without a name. Raises LostPeerError.
+
+    An error closes the connections.
+    """
     if name is None:
         yield None
         return

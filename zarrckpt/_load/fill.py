@@ -67,12 +67,12 @@ class TensorReads:
         targets: Iterable[TensorTarget],
         max_inflight_bytes: int,
         progress: Progress | None,
-        progressed: Callable[[], None] = lambda: None,
+        report_alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalog = catalog
         self._limit = max_inflight_bytes
         self._progress = progress
-        self._progressed = progressed
+        self._report_alive = report_alive
         self._stopped = False
         self._targets: dict[str, list[_Target]] = {}
         for target in targets:
@@ -154,7 +154,7 @@ class TensorReads:
         with self._lock:
             self.bytes_read += fetched
             self._done += filled
-            self._progressed()
+            self._report_alive()
             if self._progress is not None and filled:
                 self._progress(self._done, self._total)
 
@@ -163,8 +163,8 @@ class TensorReads:
     def share(self, shares: Shares, channel: Channel) -> None:
         """Fetch and send the ranges that other ranks need, and receive those that other ranks fetched, round by round.
 
-        While the messages of a round are sent, the ranges of the next round are fetched. Raises PeerLost. :meth:`read`
-        does not read the delivered subchunks again.
+        While the messages of a round are sent, the ranges of the next round are fetched. Raises LostPeerError.
+        :meth:`read` does not read the delivered subchunks again.
         """
         steps = [*shares.values()]
         stored = self._fetch_ranges(steps[0] if steps else None)

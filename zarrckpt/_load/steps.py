@@ -192,7 +192,7 @@ class _RankLoad:
         values = dict(zip(names, run_jobs(jobs, catalog.store.max_concurrency), strict=True))
         with catalog.explaining_damage():
             reads = self._reads = TensorReads(
-                catalog, tensors, options.max_inflight_bytes, self._request.progress, self._rounds.progressed
+                catalog, tensors, options.max_inflight_bytes, self._request.progress, self._rounds.report_alive
             )
             if self._stopped:
                 reads.stop()

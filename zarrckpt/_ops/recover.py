@@ -153,7 +153,7 @@ def examine(
     """
     spec = StoreSpec(url, storage_options)
     store = spec.open()
-    found = read_contents(store, damaged=True)
+    found = read_contents(store, allow_damaged=True)
     pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in list_pins(store))
     if found.removal:
         finding = "the removal has not ended: it is still running, or was interrupted"
@@ -219,7 +219,7 @@ def remove(
     was deleted.
     """
     store = StoreSpec(url, storage_options).open()
-    found = read_contents(store, damaged=True)
+    found = read_contents(store, allow_damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}, and no save was begun: check the path")
     return remove_all(store, found)

@@ -51,7 +51,7 @@ class Failure(NamedTuple):
     own: bool = True
     """Whether ``kind`` is an error class of this package."""
     lost: bool = False
-    """Whether it is only a consequence of another rank's error (PeerLost)."""
+    """Whether it is only a consequence of another rank's error (LostPeerError)."""
     notes: tuple[str, ...] = ()
 
     @classmethod

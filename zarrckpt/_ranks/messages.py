@@ -20,7 +20,10 @@ class PendingMessage(Protocol):
     """A message in transfer."""
 
     def wait(self) -> Any:
-        """Wait until the message has arrived and return it, or until sent memory can be used again. Raises PeerLost."""
+        """Wait until the message has arrived and return it, or until sent memory can be used again.
+
+        Raises LostPeerError.
+        """
 
 
 class Channel(Protocol):

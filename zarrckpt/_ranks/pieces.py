@@ -31,7 +31,7 @@ class Handle:
     def wait(self) -> Bytes:
         """Wait until the piece has arrived, or its memory can be used again, and return its bytes.
 
-        Raises PeerLost. Ctrl-C interrupts it.
+        Raises LostPeerError. Ctrl-C interrupts it.
         """
         began = time.monotonic()
         while True:
@@ -47,14 +47,14 @@ class Pieces:
     Sender and receiver must post the pieces between them in the same order. They end in this order.
     """
 
-    def __init__(self, mesh: Mesh | None, progressed: Callable[[], None], patience: float = 0.0) -> None:
-        """``progressed`` is called at the end of each piece, and for ``patience`` seconds during a wait.
+    def __init__(self, mesh: Mesh | None, report_alive: Callable[[], None], patience: float = 0.0) -> None:
+        """``report_alive`` is called at the end of each piece, and for ``patience`` seconds during a wait.
 
         Otherwise a rank that waits for a silent rank would be considered silent too. ``mesh`` is None while the ranks
         are connected again after the loss of one.
         """
         self._mesh = mesh
-        self._progressed = progressed
+        self._report_alive = report_alive
         self._patience = patience
         self._lock = threading.Lock()
         self._queues: dict[tuple[str, int], _Queue] = {}
@@ -62,15 +62,15 @@ class Pieces:
         self._closed = False
 
     def send(self, to: int, array: Bytes) -> Handle:
-        """Begin to send flat bytes, which must not change before the end of the handle's wait. Raises PeerLost."""
+        """Begin to send flat bytes, which must not change before the end of the handle's wait. Raises LostPeerError."""
         return self._posted("send", to, array)
 
     def recv(self, source: int, nbytes: int) -> Handle:
-        """Begin to receive a piece of ``nbytes`` bytes. Raises PeerLost."""
+        """Begin to receive a piece of ``nbytes`` bytes. Raises LostPeerError."""
         return self._posted("recv", source, np.empty(nbytes, np.uint8))
 
     def close(self) -> None:
-        """End every wait with PeerLost. The memory is kept until gloo has finished with it."""
+        """End every wait with LostPeerError. The memory is kept until gloo has finished with it."""
         with self._lock:
             self._closed = True
             left, self._open = self._open, set()
@@ -95,7 +95,7 @@ class Pieces:
 
     def _waiting(self, seconds: float) -> None:
         if seconds < self._patience:
-            self._progressed()
+            self._report_alive()
 
     def _move(self, mesh: Mesh, way: str, peer: int, queue: _Queue) -> None:
         """Post the pieces of one direction between two ranks, and wait. A closed mesh ends waits in C++."""
@@ -123,7 +123,7 @@ class Pieces:
             del work, data, future
 
     def _ended(self, future: Future[Bytes], outcome: Bytes | RuntimeError) -> None:
-        self._progressed()
+        self._report_alive()
         with self._lock:
             if future not in self._open:
                 return  # close() has set its error.

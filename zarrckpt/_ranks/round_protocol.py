@@ -139,7 +139,7 @@ class RoundProtocol:
         """The failures that broke the connections. Once there are any, the call fails on every rank."""
         self.in_step = False
         """Whether the last error was the answer of a round, so that all ranks have it and their work has ended."""
-        self.progressed = False
+        self.has_progressed = False
         """Whether this rank's work made progress. The driver sets it at any time."""
         self.must_discard = False
         """Whether no other call can use the connections."""
@@ -244,7 +244,7 @@ class RoundProtocol:
         is_waiting = self.round.is_open and self.round.own is not None and not self.must_decide
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._interval
-            if self.progressed or is_waiting:
+            if self.has_progressed or is_waiting:
                 self._send_heartbeats()
         if self.round.is_open:
             self._check_silence(is_waiting, now)
@@ -367,7 +367,7 @@ class RoundProtocol:
 
     def _send_heartbeats(self) -> None:
         """Send the neighbours a sign of progress or waiting, with the missing ranks."""
-        self.progressed = False
+        self.has_progressed = False
         missing = self.round.missing_ranks(self._group, self._tree)
         if self._tree.parent is None:
             self._awaited = missing

@@ -110,15 +110,15 @@ class Rounds:
         """Whether the last error was the answer of a round, so that all ranks have it and their work has ended."""
         return self._protocol.in_step
 
-    def progressed(self) -> None:
+    def report_alive(self) -> None:
         """Report progress, so that the other ranks do not consider this rank silent. Any thread may call it often."""
-        self._protocol.progressed = True
+        self._protocol.has_progressed = True
 
     def pieces(self) -> Pieces:
         """Return the pieces of this call. Not in its first round, when the connections can still be replaced."""
         with self._changed:
             if self._pieces is None:
-                self._pieces = Pieces(self._mesh, self.progressed, 2 * self._call_group.timeout)
+                self._pieces = Pieces(self._mesh, self.report_alive, 2 * self._call_group.timeout)
                 if self._protocol.failures or self._protocol.round.is_stopping:
                     self._pieces.close()
             return self._pieces

@@ -54,7 +54,10 @@ class ChosenCheckpoint:
 
 
 class Coordinator:
-    """The coordinator's side of a run. Used by one thread at a time. Deletions run in another thread."""
+    """The coordinator's side of a run. Every rank creates one; only rank 0's makes requests.
+
+    Used by one thread at a time. Deletions run in another thread.
+    """
 
     def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec) -> None:
         """``source`` is the checkpoint from which the run begins. Its url is "" if ``init_from`` was not given."""
@@ -75,14 +78,14 @@ class Coordinator:
         rewind: bool,
         unreadable: frozenset[str],
         timeout: float,
-        progressed: Callable[[], None],
+        report_alive: Callable[[], None],
     ) -> ChosenCheckpoint:
         """Choose the checkpoint of a step, or the newest sound one, and take over the run.
 
         ``unreadable`` are folders with checkpoints that are known to be damaged. First waits at most ``timeout``
-        seconds for running deletions, which may delete the chosen checkpoint. Calls ``progressed`` for each checkpoint
-        that it removes. Costs all pages of one listing and three requests if the newest checkpoint is sound and
-        ``step`` is None.
+        seconds for running deletions, which may delete the chosen checkpoint. Calls ``report_alive`` for each
+        checkpoint that it removes. Costs all pages of one listing and three requests if the newest checkpoint is sound
+        and ``step`` is None.
         """
         self.retention.settle(timeout)
         store, url = self.spec.open(), self.spec.url
@@ -92,6 +95,7 @@ class Coordinator:
         stored = self.ownership.read()
         if chosen is None:
             _refuse_to_begin_anew(url, stored, damaged)
+        self.newest_step = -1 if newest is None else newest.step
         try:
             self._take(stored, chosen, steps, newest)
         except StorageError as err:
@@ -108,7 +112,7 @@ class Coordinator:
                 else ChosenCheckpoint("", None, ())
             )
         if rewind:
-            self._remove_after(chosen, steps, progressed)
+            self._remove_after(chosen, steps, report_alive)
         elif chosen.step < self.newest_step:
             warn(
                 f"the run {url} continues from step {chosen.step}, but has a checkpoint of step {self.newest_step}: "
@@ -144,7 +148,11 @@ class Coordinator:
         steps: Mapping[str, int],
         newest: RunCheckpoint | None,
     ) -> None:
-        self.newest_step = -1 if newest is None else newest.step
+        """Take over the run, unless this job has done so, and record the folders of ``steps`` for retention.
+
+        ``stored`` is the run's record, ``chosen`` the checkpoint from which the job continues, and ``newest`` the
+        newest sound checkpoint. Raises StorageError.
+        """
         if self.ownership.taken:
             return
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
@@ -153,7 +161,7 @@ class Coordinator:
         with self.retention.known() as known:
             known.note_folders(steps)
 
-    def _remove_after(self, chosen: RunCheckpoint, steps: Mapping[str, int], progressed: Callable[[], None]) -> None:
+    def _remove_after(self, chosen: RunCheckpoint, steps: Mapping[str, int], report_alive: Callable[[], None]) -> None:
         """Remove all checkpoints of later steps, the last one first.
 
         Unfinished saves of this run stay: this job has taken over the run, so they fail at their commit. Their
@@ -161,13 +169,13 @@ class Coordinator:
         unfinished save that does not belong to this run, CheckpointPinnedError for a pinned checkpoint.
         """
         later = [name for name, step in steps.items() if step > chosen.step]
-        found = [(name, read_contents(self.spec.child(name).open(), damaged=True)) for name in later]
+        found = [(name, read_contents(self.spec.child(name).open(), allow_damaged=True)) for name in later]
         for name, left in found:
             refuse_pinned(self.spec.child(name).open())
-            if fault := _foreign_fault(self.spec.child(name).url, left, self.ownership.record.run):
+            if fault := _foreign_fault(self.spec.child(name).url, left, self.ownership.record.run_id):
                 raise ForeignObjectsError(f"the run {self.spec.url} cannot return to step {chosen.step}: {fault}")
         for name, left in reversed(found):
-            progressed()
+            report_alive()
             if left.root_bytes is not None or left.removal:
                 remove_all(self.spec.child(name).open(), left)
                 with self.retention.known() as known:
@@ -201,14 +209,16 @@ class Coordinator:
 
     # -- to save
 
-    def check_ownership(self) -> None:
-        """Check that this job owns the run. Its first save takes it over. Raises RunTakenOverError."""
+    def take_or_check_ownership(self) -> None:
+        """Take over the run, or check that this job still owns it. Raises RunTakenOverError."""
         if self.ownership.taken:
             self.ownership.check()
         else:
             steps = _list_steps(self.spec.open())
             newest, _ = self._newest(steps, frozenset())
-            self._take(self.ownership.read(), newest, steps, newest)
+            stored = self.ownership.read()
+            self.newest_step = -1 if newest is None else newest.step
+            self._take(stored, newest, steps, newest)
 
 
 @dataclass(frozen=True)
@@ -233,19 +243,20 @@ class RunSave:
 
         Raises CheckpointExistsError, RunTakenOverError, or CheckpointError for a missing metric.
         """
-        run, url = self.coordinator, self.coordinator.spec.url
-        run.check_ownership()
-        if self.step <= run.newest_step:
+        coordinator, url = self.coordinator, self.coordinator.spec.url
+        coordinator.take_or_check_ownership()
+        if self.step <= coordinator.newest_step:
             raise CheckpointExistsError(
-                f"the run {url} has a checkpoint of step {run.newest_step}, so step {self.step} is not saved. To "
-                "continue from an earlier step: restore(state, step=..., rewind=True). For a new run, use another url"
+                f"the run {url} has a checkpoint of step {coordinator.newest_step}, so step {self.step} is not saved. "
+                "To continue from an earlier step: restore(state, step=..., rewind=True). For a new run, use another "
+                "url"
             )
-        with run.retention.known() as known:
+        with coordinator.retention.known() as known:
             text = known.check_metric(url, self.step, self.metadata_of_step) if self.check_metric else ""
             known.note_begin(self.name, self.step)
         if text:
             warn(text)
-        return run.ownership.record.run
+        return coordinator.ownership.record.run_id
 
     def metadata(self) -> Mapping[str, Any]:
         return self.coordinator.ownership.metadata()
@@ -253,23 +264,23 @@ class RunSave:
     def check(self) -> None:
         self.coordinator.ownership.check()
 
-    def committed(self) -> None:
-        """Record the commit, so that expired checkpoints are deleted. One request.
+    def record_commit(self) -> None:
+        """Record the commit and start the deletion of expired checkpoints. One request.
 
         Raises RunTakenOverError if another job has taken over the run since the check before the commit. That job may
         have listed an unfinished save here, and may delete the objects of this checkpoint.
         """
-        run = self.coordinator
+        coordinator = self.coordinator
         try:
-            run.ownership.check()
+            coordinator.ownership.check()
         except RunTakenOverError as err:
-            url = run.spec.child(self.name).url
+            url = coordinator.spec.child(self.name).url
             raise RunTakenOverError(f"{err}. {url} was committed but may lack objects: zarrckpt verify {url}") from err
         except StorageError:
             pass  # The checkpoint is committed, and the next save checks again.
-        run.newest_step = self.step
-        run.ownership.note_commit()
-        run.retention.note_commit(self.name, self.step, self.metadata_of_step)
+        coordinator.newest_step = self.step
+        coordinator.ownership.note_commit()
+        coordinator.retention.note_commit(self.name, self.step, self.metadata_of_step)
 
 
 def _list_steps(store: Store) -> dict[str, int]:
@@ -344,7 +355,7 @@ def _refuse_to_begin_anew(url: str, stored: RunRecord | None, damaged: Sequence[
     if damaged and not (
         stored is not None
         and not stored.committed
-        and all(isinstance(below, WithoutRoot) and below.run == stored.run for below in damaged)
+        and all(isinstance(below, WithoutRoot) and below.run_id == stored.run_id for below in damaged)
     ):
         shown = ", ".join(below.name for below in damaged)
         newest = join(url, damaged[0].name)
@@ -360,22 +371,22 @@ def _refuse_to_begin_anew(url: str, stored: RunRecord | None, damaged: Sequence[
         )
 
 
-def _foreign_fault(url: str, found: UrlContents, run: str) -> str:
+def _foreign_fault(url: str, found: UrlContents, run_id: str) -> str:
     """Return the reason why a rewind must not remove a later checkpoint, or "". No I/O."""
     if found.root is not None:
-        is_foreign = run_of(found.root.metadata) != run
+        is_foreign = run_of(found.root.metadata) != run_id
     else:
-        is_foreign = found.root_bytes is not None and any(marker.run != run for marker in found.markers)
+        is_foreign = found.root_bytes is not None and any(marker.run_id != run_id for marker in found.markers)
     if is_foreign:
         return (
-            f"the later checkpoint {url} does not belong to the run {run}. Nothing was removed. If you do not need it: "
-            f"zarrckpt rm {url}"
+            f"the later checkpoint {url} does not belong to the run {run_id}. Nothing was removed. If you do not need "
+            f"it: zarrckpt rm {url}"
         )
     for marker in found.others:
-        if found.may_commit(marker) and marker.run != run:
+        if found.may_commit(marker) and marker.run_id != run_id:
             return (
                 f"the save {marker.save_id} of a later step, begun {marker.started} at {url}, does not belong to the "
-                f"run {run} and may still commit. Nothing was removed. Wait for that save. If no save there is "
+                f"run {run_id} and may still commit. Nothing was removed. Wait for that save. If no save there is "
                 f"running: zarrckpt recover {url} --stopped"
             )
     return ""

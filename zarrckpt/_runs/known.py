@@ -28,7 +28,8 @@ _MAX_SAVES_WITHOUT_METRIC = 5
 class Deletion(Enum):
     """The result of an attempt to delete a checkpoint."""
 
-    DONE = "done"
+    SETTLED = "settled"
+    """Nothing is left to do for this folder."""
     PINNED = "pinned"
     FAILED = "failed"
 
@@ -94,7 +95,7 @@ class KnownCheckpoints:
     def note_deletion(self, name: str, result: Deletion) -> None:
         """Record an attempt to delete a checkpoint or leftovers. It does not remove the name, see :meth:`forget`."""
         self._blocked.pop(name, None)
-        if result is Deletion.DONE:
+        if result is Deletion.SETTLED:
             self._awaited -= 1
         else:
             self._blocked[name] = result

@@ -271,7 +271,7 @@ class CheckpointManager:
             return rounds.merge(
                 "the checkpoint to restore",
                 lambda: None,
-                lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.progressed),
+                lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.report_alive),
             )
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:

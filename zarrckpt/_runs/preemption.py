@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +18,7 @@ from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import is_ending, start_thread
 from zarrckpt._ranks.rounds import Rounds, open_rounds
-from zarrckpt._save.background import SaveFuture
+from zarrckpt._save.background import SaveFuture, wait_unreported
 
 NOTICE_SECONDS = 1.0
 """Seconds between two calls of the user's callable for notices."""
@@ -99,9 +98,8 @@ class Preemption:
 
     def wait_for(self, future: SaveFuture, step: int) -> None:
         """Wait for a save until the grace period ends. Raises CheckpointError if the save has not ended by then."""
-        # SaveFuture.exception would count as a report of the error to the caller.
         with suppress(TimeoutError):
-            Future.exception(future, max(0.0, self.seconds_left()))
+            wait_unreported(future, max(0.0, self.seconds_left()))
         if not future.done():
             self.refuse_late_save(step)
 
@@ -176,7 +174,7 @@ class Preemption:
 
         def wait() -> None:
             while not self._woken.wait(_ALIVE_SECONDS):
-                rounds.progressed()
+                rounds.report_alive()
             if self._reason is not None and not self._closed:
                 raise _Noticed(self._reason)
 

@@ -35,7 +35,7 @@ from zarrckpt._store import Store
 class RunRecord:
     """The content of a run's document."""
 
-    run: str
+    run_id: str
     job: str
     """The random id of the job that owns the run."""
     host: str
@@ -52,7 +52,7 @@ class RunRecord:
 
     def to_bytes(self) -> bytes:
         """Return the stored form of the record."""
-        own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
+        own: Json = {"run": self.run_id, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
         source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
         return sealed_bytes(own | keep | source | ({"committed": True} if self.committed else {}))
@@ -149,8 +149,8 @@ class Ownership:
         Warns of a pin that an earlier job may have left and that this job does not remove. Raises StorageError, also
         if the folder is not writable.
         """
-        run = known.run if known is not None else inherited or new_id()
-        pin = pin_id_of(f"{run} {self._store.url}") if source else ""
+        run_id = known.run_id if known is not None else inherited or new_id()
+        pin = pin_id_of(f"{run_id} {self._store.url}") if source else ""
         left = ("", "") if known is None else (known.source, known.pin)
         if left[1] and left != (source, pin):
             _warn_of_pin(self._store, *left)
@@ -158,7 +158,7 @@ class Ownership:
             source = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
         committed = committed or (known is not None and known.committed)
-        own = RunRecord(run, new_id(), host, now(), self._keep, source, pin, committed)
+        own = RunRecord(run_id, new_id(), host, now(), self._keep, source, pin, committed)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -211,7 +211,7 @@ class Ownership:
 
     def metadata(self) -> dict[str, Any]:
         """Return the members that the run adds to the metadata of its checkpoints."""
-        return {RUN_METADATA: {"id": self.record.run, "job": self.record.job}}
+        return {RUN_METADATA: {"id": self.record.run_id, "job": self.record.job}}
 
 
 def _warn_of_pin(store: Store, source: str, pin: str) -> None:

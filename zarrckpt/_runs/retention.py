@@ -215,7 +215,7 @@ class Retention:
                 return
         with self.known() as known:
             known.note_read(name)
-            if below is not None and below.root is not None and is_own(name, below.root, self._ownership.record.run):
+            if below is not None and below.root is not None and is_own(name, below.root, self._ownership.record.run_id):
                 known.note_found(name, step, below.root.metadata)
             elif below is not None and below.root is None and below.damage is None:
                 known.note_begin(name, step)
@@ -230,14 +230,14 @@ class Retention:
             was_pinned, has_begun = known.was_pinned(name), known.has_begun(name)
         if was_pinned and list_pins(store):
             return Deletion.PINNED
-        found = read_contents(store, damaged=True)
-        is_own_save = _belongs_to(found, self._ownership.record.run)
+        found = read_contents(store, allow_damaged=True)
+        is_own_save = _belongs_to(found, self._ownership.record.run_id)
         if found.root is not None and has_begun and is_own_save:
             # The save has committed but the answer was lost. Now the rules decide whether it is kept.
             with self.known() as known:
                 known.note_found(name, step_of(name) or 0, found.root.metadata)
                 self._due = True
-            return Deletion.DONE
+            return Deletion.SETTLED
         if found.begun and is_own_save:
             if list_pins(store):
                 return Deletion.PINNED
@@ -251,7 +251,7 @@ class Retention:
             store.remove_folder()
         with self.known() as known:
             known.forget(name)
-        return Deletion.DONE
+        return Deletion.SETTLED
 
     def _log_once(self, key: str, text: str) -> None:
         """Log a warning, unless one with the same key has been logged."""
@@ -260,15 +260,15 @@ class Retention:
             log.warning("the run %s: %s", self._spec.url, text)
 
 
-def _belongs_to(found: UrlContents, run: str) -> bool:
+def _belongs_to(found: UrlContents, run_id: str) -> bool:
     """Whether the run's saves have written the checkpoint or the leftovers at a url."""
     if found.root is not None:
         # The marker is checked too, because a copy of a checkpoint has the same root document.
         saves = [marker for marker in found.markers if marker.save_id == found.root.save_id]
-        return run_of(found.root.metadata) == run and all(marker.run == run for marker in saves)
+        return run_of(found.root.metadata) == run_id and all(marker.run_id == run_id for marker in saves)
     # An interrupted removal is finished even if another process began it. A claim without a marker counts as this
     # run's, because no chunks were written for it.
-    return found.root_bytes is None and (found.removal or all(marker.run == run for marker in found.markers))
+    return found.root_bytes is None and (found.removal or all(marker.run_id == run_id for marker in found.markers))
 
 
 def _error_text(error: Exception) -> str:

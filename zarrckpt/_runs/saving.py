@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from zarrckpt._runs.coordinator import Coordinator, RunSave
 from zarrckpt._runs.keep import checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.steps import name_of
-from zarrckpt._save.background import SaveFuture, save_in_background
+from zarrckpt._save.background import SaveFuture, save_in_background, wait_unreported
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state import objects
@@ -80,7 +79,7 @@ class StepSaver:
         """Save a step after the end of the last save, whose error is raised. A step is not saved twice."""
         if (saved := self.future_of(given.step)) is not None:
             # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
-            Future.exception(saved)
+            wait_unreported(saved)
             if not _failed(saved):
                 return saved
         self.wait()
@@ -154,5 +153,4 @@ def _refuse_late(preemption: Preemption, step: int, done: int, total: int) -> No
 
 
 def _failed(future: SaveFuture) -> bool:
-    # SaveFuture.exception would count as a report of the error to the caller.
-    return future.done() and Future.exception(future) is not None
+    return future.done() and wait_unreported(future) is not None

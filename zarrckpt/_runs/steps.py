@@ -68,7 +68,7 @@ class WithoutRoot(CheckpointFolder):
     The save was killed directly before its commit, or the root of a checkpoint was lost.
     """
 
-    run: str = ""
+    run_id: str = ""
     """The id of the run in the save's marker, or ""."""
 
 
@@ -112,7 +112,7 @@ def _without_root(store: Store, name: str) -> CheckpointFolder | None:
                     f"{join(store.url, one_line(name))} has the tables of the save {save_id} but no root document "
                     f"{NODE}: the save was killed directly before its commit, or the root was deleted later"
                 )
-                return WithoutRoot(name, damage=error, run="" if marker is None else marker.run)
+                return WithoutRoot(name, damage=error, run_id="" if marker is None else marker.run_id)
     return CheckpointFolder(name) if objects or folders else None
 
 

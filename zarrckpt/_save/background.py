@@ -102,6 +102,14 @@ class SaveFuture(Future[SaveReport]):
         return f"the background save to {self._url} failed: {type(error).__name__}: {error}"
 
 
+def wait_unreported(future: SaveFuture, timeout: float | None = None) -> BaseException | None:
+    """Wait for a save and return its error. Unlike ``exception()``, this does not count as a report to the caller.
+
+    So :meth:`SaveFuture.unasked_failure` still returns the error. Raises TimeoutError after ``timeout`` seconds.
+    """
+    return Future.exception(future, timeout)
+
+
 _futures: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 
 
@@ -184,7 +192,7 @@ class _Saver:
     def wait(self) -> None:
         """Wait for the current save, if any."""
         if self._last is not None:
-            Future.exception(self._last)
+            wait_unreported(self._last)
 
     def finish(self, *, at_exit: bool = False) -> None:
         """Wait for the current save, if any. Log its error if no caller has asked for it; at exit, also to stderr."""

@@ -50,7 +50,7 @@ class Exchange:
         """Move the bundles in order. After each bundle, yield its chunks, which can then be written.
 
         The caller must make each chunk a job with :meth:`counted`, which frees the chunk's memory. Several bundles move
-        at the same time if they fit into the memory limit. Raises PeerLost.
+        at the same time if they fit into the memory limit. Raises LostPeerError.
         """
         moving: deque[_BundleTransfer] = deque()
         for bundle in self._plan.bundles.values():

@@ -30,8 +30,11 @@ class Run(Protocol):
     def check(self) -> None:
         """Raise if the run may not commit. Called right before the commit."""
 
-    def committed(self) -> None:
-        """Raise RunTakenOverError if another job may have deleted the checkpoint. Called right after the commit."""
+    def record_commit(self) -> None:
+        """Record the commit and start the deletion of expired checkpoints. Called right after the commit.
+
+        Raises RunTakenOverError if another job may have deleted objects of the checkpoint.
+        """
 
 
 @dataclass(frozen=True)

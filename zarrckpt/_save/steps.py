@@ -48,7 +48,7 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
         channel = rounds.pieces() if plan.moves else None
         report = rounds.merge(
             "what they have written",
-            lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.progressed),
+            lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
             partial(save.finish, plan.layout),
             save.stop,
         )
@@ -93,21 +93,21 @@ class RankSave:
         plan: RankPlan,
         source: Source,
         channel: Channel | None,
-        progressed: Callable[[], None],
+        report_alive: Callable[[], None],
     ) -> Results:
         """Write this rank's chunks, values and documents in parallel, and sync them. One put per object.
 
         Raises CheckpointError before the first put if a tensor does not match the plan. Raises StorageError if the
         coordinator writes to a different storage, and deletes the written objects first.
         """
-        self._writer = RankWriter(self._store, attempt.tree, plan, source, self.request, progressed)
+        self._writer = RankWriter(self._store, attempt.tree, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
         with attempts.report_lost_commit(self._store, attempt):
             results = self._writer.write(channel)
         if self._attempt is None:
             try:
-                refuse_separate_storage(self._store, attempt.save_id, attempt.host, progressed, lambda: self._stopped)
+                refuse_separate_storage(self._store, attempt.save_id, attempt.host, report_alive, lambda: self._stopped)
             except StorageError:
                 self._writer.remove()
                 self._store.remove_folder()
@@ -131,7 +131,7 @@ class RankSave:
         if self.request.run is not None:
             self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
-        marker = dataclasses.replace(layout.marker(new_id(), now()), run=run_id)
+        marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
         self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
         return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
@@ -163,7 +163,7 @@ class RankSave:
         attempts.commit(self._store, attempt, self._root)
         attempts.clean_up(self._store, attempt)
         if self.request.run is not None:
-            self.request.run.committed()
+            self.request.run.record_commit()
         if not self._root.entries:
             warn(f"the checkpoint saved to {self._store.url} has no entries, because the state was empty")
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)

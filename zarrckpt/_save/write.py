@@ -157,7 +157,7 @@ class RankWriter:
         plan: RankPlan,
         source: Source,
         request: SaveRequest,
-        progressed: Callable[[], None],
+        report_alive: Callable[[], None],
     ) -> None:
         self._store = store
         self._tree = tree
@@ -168,7 +168,7 @@ class RankWriter:
         limit = request.options.max_inflight_bytes
         self._limit = max(1, limit // 2 if plan.bundles else limit)
         self._progress = request.progress
-        self._progressed = progressed
+        self._report_alive = report_alive
         self._lock = threading.Lock()
         self._keys: dict[str, None] = {}
         """The keys of all objects that were put or may have been put, in order."""
@@ -182,7 +182,7 @@ class RankWriter:
     def write(self, channel: Channel | None) -> Results:
         """Write all objects of this rank, sync them, and return the result of each entry.
 
-        ``channel`` moves pieces between ranks. It is None if no piece moves. Raises PeerLost. After any error the
+        ``channel`` moves pieces between ranks. It is None if no piece moves. Raises LostPeerError. After any error the
         written objects are deleted. This is safe, because the commit needs the results of all ranks.
         """
         try:
@@ -227,7 +227,7 @@ class RankWriter:
         }
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
-        """Yield the jobs of this rank. Raises StoppedByOthers after :meth:`stop`."""
+        """Yield the jobs of this rank. Raises StoppedError after :meth:`stop`."""
         for job in self._all_jobs():
             if self._stopped:
                 raise StoppedError
@@ -268,7 +268,7 @@ class RankWriter:
         with self._lock:
             self._written[chunk.fqn].add(node, chunk.cell, encoder)
             self._done += math.prod(elements.shape) * node.dtype.itemsize
-            self._progressed()
+            self._report_alive()
             if self._progress is not None:
                 self._progress(self._done, self._total)
 

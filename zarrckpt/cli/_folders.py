@@ -131,12 +131,12 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     own = {
         row["metadata"]["step"]: row["metadata"]
         for row in committed
-        if row["run"] == record.run and is_name_of(row["name"], row["metadata"].get("step"))
+        if row["run"] == record.run_id and is_name_of(row["name"], row["metadata"].get("step"))
     }
     reasons = {} if record.keep is None else record.keep.reasons(own)
     looks = (partial(list_pins, spec.child(row["name"]).open()) for row in committed)
     for row, pinned in zip(committed, run_jobs(looks, store.max_concurrency), strict=True):
-        if row["run"] != record.run:
+        if row["run"] != record.run_id:
             kept = ["not of this run"]
         elif step_of(row["name"]) is None:
             kept = ["not named by step"]
