@@ -142,7 +142,8 @@ def load(
         options: the transfer of bytes, see :class:`LoadOptions`.
 
     After the load, the state is compared with the data that was read (``check_after`` of :class:`LoadOptions`). Pass
-    objects: a dict that only this call references, such as ``optimizer.state_dict()``, is lost. A warning names it.
+    the optimizer, not ``optimizer.state_dict()``. Values loaded into a dict without another reference are lost when the
+    call returns, and a warning names the dict.
 
     Returns a :class:`LoadReport` of this rank.
 

@@ -18,7 +18,7 @@ from zarrckpt._ranks import links
 from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.pieces import Handle, Pieces
+from zarrckpt._ranks.pieces import Handle, MessageChannel
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import StoredArray
 from zarrckpt._save import agree

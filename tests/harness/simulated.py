@@ -197,8 +197,8 @@ class Traffic:
     """Maximum bytes that one rank had under way at once, sent and received."""
 
 
-class Pieces:
-    """One rank's end of the connections on which pieces move. Replaces ``_ranks.pieces.Pieces``."""
+class MessageChannel:
+    """One rank's end of the connections on which pieces move. Replaces ``_ranks.pieces.MessageChannel``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -234,21 +234,21 @@ class Pieces:
 class _Sent:
     """A sent piece, which has arrived at once."""
 
-    pieces: Pieces
+    channel: MessageChannel
     nbytes: int
 
     def wait(self) -> None:
-        self.pieces._counted(-self.nbytes)
+        self.channel._counted(-self.nbytes)
 
 
 @dataclass(frozen=True)
 class _Awaited:
-    pieces: Pieces
+    channel: MessageChannel
     address: tuple[Any, ...]
     nbytes: int
 
     def wait(self) -> Any:
-        self.pieces._counted(4 - self.nbytes)
+        self.channel._counted(4 - self.nbytes)
         message = _world().receive(_here.rank, self.address)
         if message is _CLOSED:
             _world().send(self.address, _CLOSED)
@@ -263,21 +263,21 @@ def _world() -> World:
 
 
 @contextlib.contextmanager
-def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Replace ``_dcp.channel.connect_pieces``."""
+def _connected(name: ChannelName | None) -> Iterator[MessageChannel | None]:
+    """Replace ``_dcp.channel.connect_channel``."""
     if name is None:
         yield None
         return
     assert name.members == _world().numbers
-    pieces = Pieces(name.name)
+    channel = MessageChannel(name.name)
     others = _come("here")
     if any(_world().receive(_here.rank, _meeting(rank, _here.rank)) is _CLOSED for rank in others):
-        pieces.close()
+        channel.close()
         raise LostPeerError("a rank did not come")
     try:
-        yield pieces
+        yield channel
     except BaseException:
-        pieces.close()
+        channel.close()
         raise
 
 
@@ -303,22 +303,24 @@ def _stay_away() -> None:
 class Rounds:
     """One rank's rounds. Replaces ``_ranks.rounds.Rounds``."""
 
-    in_step = True
+    error_is_shared = True
     world = None
 
     def __init__(self, call: str) -> None:
         self.rank, self.size, self.members = _here.rank, _world().size, _world().numbers
         self._call = call
-        self._pieces: Pieces | None = None
+        self._channel: MessageChannel | None = None
 
-    def merge(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], Any], stop: Any = None) -> Any:
+    def merge(
+        self, round_name: str, mine: Callable[[], Any], decide: Callable[[list[Any]], Any], stop: Any = None
+    ) -> Any:
         error: BaseException | None = None
         try:
             said: Any = wire.encode(mine())
         except Exception as err:
             error, said = err, Failure.of_error(err, self.members[self.rank])
-            if self._pieces is not None:
-                self._pieces.close()  # ranks that wait for this one must notice
+            if self._channel is not None:
+                self._channel.close()  # ranks that wait for this one must notice
         _world().send(("up", self.rank), (self._call, said))
         if self.rank == 0:
             answer, error = self._answer(decide, error)
@@ -346,10 +348,10 @@ class Rounds:
     def report_alive(self) -> None:
         pass
 
-    def pieces(self) -> Pieces:
-        if self._pieces is None:
-            self._pieces = Pieces(self._call)
-        return self._pieces
+    def channel(self) -> MessageChannel:
+        if self._channel is None:
+            self._channel = MessageChannel(self._call)
+        return self._channel
 
 
 @contextlib.contextmanager
@@ -408,7 +410,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Replace everything that needs a process group, in every module that imports it, for the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "connect_pieces": _connected}
+    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "connect_channel": _connected}
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [

@@ -35,6 +35,7 @@ from zarrckpt.integrations.lightning import (
     ZarrCheckpointIO,
     ZarrModelCheckpoint,
     ZarrModelParallelStrategy,
+    _plugin_of,
     load_from_checkpoint,
 )
 
@@ -321,6 +322,7 @@ def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named
     callback.setup(trainer, None, "validate")
     with nullcontext() if named is None else pytest.raises(TypeError, match=f"{tmp_path}.*{named}"):
         callback.setup(trainer, None, "fit")
+        assert _plugin_of(strategy).folders == {str(tmp_path)}
 
 
 @pytest.mark.parametrize(

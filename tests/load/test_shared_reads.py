@@ -28,7 +28,7 @@ from harness.internals import (
     Catalog,
     Handle,
     LostPeerError,
-    Pieces,
+    MessageChannel,
     StoredArray,
     StoreSpec,
     links,
@@ -281,7 +281,7 @@ class _Flights:
 @contextmanager
 def flights_recorded() -> Iterator[_Flights]:
     """Record the bytes that this rank sends to and receives from other ranks."""
-    flights, post = _Flights(), Pieces._posted
+    flights, post = _Flights(), MessageChannel._posted
 
     class Waited(Handle):
         way: str
@@ -292,13 +292,13 @@ def flights_recorded() -> Iterator[_Flights]:
             flights.ended(self.way, self.data)
             return arrived
 
-    def recorded(self: Pieces, way: str, peer: int, data: Any) -> Handle:
+    def recorded(self: MessageChannel, way: str, peer: int, data: Any) -> Handle:
         flights.posted(way, data)
         handle = Waited(post(self, way, peer, data)._future)
         handle.way, handle.data = way, data
         return handle
 
-    with patch.object(Pieces, "_posted", recorded):
+    with patch.object(MessageChannel, "_posted", recorded):
         yield flights
 
 
@@ -581,7 +581,7 @@ class UnwellReader(ZarrStorageReader):
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "piece": (Pieces, "_posted"),
+    "piece": (MessageChannel, "_posted"),
     "fetch": (fill, "fetch"),
     "check": (fill, "unpacked"),
 }
@@ -728,7 +728,7 @@ def _killed_between_rounds(url: str, notes: str, how: str) -> None:
     target = state("ddp", -1)
     # In DCP, a rank that waits for a peer of the dead rank gets no error before the group's own timeout.
     group = dist.new_group(timeout=timedelta(seconds=3))
-    post = Pieces._posted
+    post = MessageChannel._posted
     calls = []
 
     def dies(*args: Any) -> Any:
@@ -740,7 +740,7 @@ def _killed_between_rounds(url: str, notes: str, how: str) -> None:
     dist.barrier()
     began = time.monotonic()
     error: BaseException | None = None
-    with patch.object(Pieces, "_posted", dies):
+    with patch.object(MessageChannel, "_posted", dies):
         try:
             if how == "dcp":
                 reader = ZarrStorageReader(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import Catalog, Pieces, StoreSpec, agree, owners
+from harness.internals import Catalog, MessageChannel, StoreSpec, agree, owners
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
@@ -60,7 +60,7 @@ def planned(
     state: Mapping[str, Any], ranks_per_host: int | None = None, process_group: Any = None, **sizes: Any
 ) -> PlanReport:
     """Return a report. Fail if that opens a store or moves a piece."""
-    with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
+    with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "channel", _no_requests):
         return zarrckpt.plan_report(
             state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
         )
@@ -211,7 +211,7 @@ class _Traffic:
         self.sent: Counter[int] = Counter()
         """Bytes of pieces, by the rank that gets them."""
         self.peers: set[int] = set()
-        self._merge, self._posted = Rounds.merge, Pieces._posted
+        self._merge, self._posted = Rounds.merge, MessageChannel._posted
 
     def merge(self, *args: Any) -> Any:
         self.rounds += 1
@@ -235,7 +235,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
         agree._kept_plans.clear()  # as if nothing had been planned
         with (
             patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
-            patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),
+            patch.object(MessageChannel, "_posted", lambda *args: traffic.posted(*args)),
         ):
             saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
     (mesh,) = (slot.mesh for slot in _slots.values() if slot.mesh is not None and slot.mesh.is_usable(None))

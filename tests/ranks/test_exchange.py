@@ -26,7 +26,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.internals import Buffer, CallGroup, Handle, LocalStore, LostPeerError, Pieces, channel, links, owners
+from harness.internals import (
+    Buffer,
+    CallGroup,
+    Handle,
+    LocalStore,
+    LostPeerError,
+    MessageChannel,
+    channel,
+    links,
+    owners,
+)
 from harness.memory_peaks import peak_of, traced_peak_of
 from harness.ranks import context, idle_meshes, run_ranks
 from harness.simulated import MemoryStore, memory_store
@@ -53,7 +63,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrSavePlanner, ZarrStorageWriter
-from zarrckpt._dcp.channel import ChannelName, connect_pieces
+from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._ranks.mesh import connect_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -85,14 +95,14 @@ class Moves:
 
     def __init__(self, number: int = -1, act: Callable[[], Any] = lambda: None) -> None:
         self.count = 0
-        self._number, self._act, self._posted = number, act, Pieces._posted
+        self._number, self._act, self._posted = number, act, MessageChannel._posted
 
     def __enter__(self) -> Moves:
-        Pieces._posted = lambda *args: self._counted(*args)  # type: ignore[method-assign]
+        MessageChannel._posted = lambda *args: self._counted(*args)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Pieces._posted = self._posted  # type: ignore[method-assign]
+        MessageChannel._posted = self._posted  # type: ignore[method-assign]
 
     def _counted(self, *args: Any) -> Handle:
         self.count += 1
@@ -113,7 +123,7 @@ class _Altered(Handle):
 @contextlib.contextmanager
 def altered_message(rank: int) -> Iterator[None]:
     """Change a bit of the first message that one rank receives."""
-    recv, left = Pieces.recv, [1]
+    recv, left = MessageChannel.recv, [1]
 
     def altered(*args: Any) -> Handle:
         handle = recv(*args)
@@ -122,7 +132,7 @@ def altered_message(rank: int) -> Iterator[None]:
             return _Altered(handle._future)
         return handle
 
-    with patch.object(Pieces, "recv", altered):
+    with patch.object(MessageChannel, "recv", altered):
         yield
     assert left[0] == (dist.get_rank() != rank)
 
@@ -556,7 +566,7 @@ def _leave_at_once(how: str, slow: int) -> str:
     ):
         try:
             if how == "dcp":
-                with contextlib.suppress(Injected), connect_pieces(ChannelName("left-at-once", ALL)):
+                with contextlib.suppress(Injected), connect_channel(ChannelName("left-at-once", ALL)):
                     if dist.get_rank() == 1:
                         raise Injected
             else:

@@ -178,7 +178,7 @@ class Job:
         elif event.kind == "decide":
             results, failures = protocol.round.outcomes(self._group(event.rank))
             answer: Any = (FAILED, failures) if failures else (RESULT, encode([decode(data) for data in results]))
-            protocol.end_round((*answer, protocol.round.used_pieces))
+            protocol.end_round((*answer, protocol.round.used_channel))
         elif event.kind == "deliver":
             data = self.queues[rank.mesh, event.peer, event.rank].popleft()
             if data == LOST:

@@ -589,10 +589,10 @@ def _destroyed_in_mid_call() -> Any:
     with call() as rounds:
         one_round(rounds)
         dist.destroy_process_group()
-        pieces = rounds.pieces()
+        channel = rounds.channel()
         after = (rounds.rank + 1) % rounds.size
-        sent = pieces.send(after, np.full(10, rounds.rank, np.uint8))
-        got = pieces.recv((rounds.rank - 1) % rounds.size, 10).wait()
+        sent = channel.send(after, np.full(10, rounds.rank, np.uint8))
+        got = channel.recv((rounds.rank - 1) % rounds.size, 10).wait()
         sent.wait()
         return one_round(rounds, lambda: int(got[0])), kept()[0].is_current()
 
@@ -665,14 +665,14 @@ def test_two_calls_of_the_same_ranks_run_in_turn() -> None:
 
 def _pieces(failing: int | None) -> Any:
     def swap() -> list[int]:
-        pieces = rounds.pieces()
+        channel = rounds.channel()
         others = [rank for rank in range(rounds.size) if rank != me()]
         sends, receives = [], []
         for step in range(3):
             if me() == failing and step == 1:
                 raise StorageError("full")
-            receives += [pieces.recv(rank, 1 << 18) for rank in others]
-            sends += [pieces.send(rank, np.full(1 << 18, 10 * step + me(), np.uint8)) for rank in others]
+            receives += [channel.recv(rank, 1 << 18) for rank in others]
+            sends += [channel.send(rank, np.full(1 << 18, 10 * step + me(), np.uint8)) for rank in others]
         for handle in sends:
             handle.wait()
         return [int(handle.wait()[-1]) for handle in receives]
@@ -698,7 +698,7 @@ def _killed_amid_pieces() -> Any:
         if me() == 3:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
-        return int(rounds.pieces().recv(3, 10).wait()[0])
+        return int(rounds.channel().recv(3, 10).wait()[0])
 
     def both() -> None:
         one_round(rounds)

@@ -68,7 +68,8 @@ def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
 def _in_order(store: Store, seen: UrlListings) -> UrlListings:
     """Return the contents with new listings, first of the names and then of the attempts.
 
-    An attempt puts its marker before its other objects, so the second listing has the attempts of all these names.
+    An attempt puts its marker before its other objects, so every object in the first listing belongs to an attempt in
+    the second.
     """
     names = list_top_names(store)
     return dataclasses.replace(seen, names=names, attempt_ids=list_attempt_ids(store), in_order=True)

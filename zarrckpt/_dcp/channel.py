@@ -16,7 +16,7 @@ from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.links import c10d, clone_store, close_connections, create_gloo_group, default_store
-from zarrckpt._ranks.pieces import Pieces
+from zarrckpt._ranks.pieces import MessageChannel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ChannelName:
 
 
 class _Group:
-    """A private gloo group of all members for :class:`Pieces`. Collective over the members. Raises LostPeerError."""
+    """A private gloo group of all members for :class:`MessageChannel`. All members create it. Raises LostPeerError."""
 
     def __init__(self, name: ChannelName) -> None:
         self._rank, self._size = name.members.index(global_rank()), len(name.members)
@@ -85,20 +85,20 @@ def forget_channels() -> None:
 
 
 @contextlib.contextmanager
-def connect_pieces(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Connect the ranks for a block, or yield None without a name. Raises LostPeerError.
+def connect_channel(name: ChannelName | None) -> Iterator[MessageChannel | None]:
+    """Connect the ranks for a block, or yield None without a name. An error closes the connections.
 
-    An error closes the connections.
+    Raises LostPeerError.
     """
     if name is None:
         yield None
         return
     group = _Group(name)
     _in_use[:] = [*_in_use[-1:], group]
-    pieces = Pieces(cast(Any, group), lambda: None)
+    channel = MessageChannel(cast(Any, group), lambda: None)
     try:
-        yield pieces
+        yield channel
     except BaseException:
-        pieces.close()
+        channel.close()
         group.close()
         raise

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zarrckpt._dcp.channel import ChannelName, connect_pieces
+from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._dcp.planner import ZarrLoadPlanner
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._format.documents import ArrayNode
@@ -191,7 +191,7 @@ class ZarrStorageReader(StorageReader):
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
             # Connect first, because other ranks wait for it. A rank that fails inside closes its connections.
-            with suppress(LostPeerError), connect_pieces(task.channel) as channel:
+            with suppress(LostPeerError), connect_channel(task.channel) as channel:
                 begun = self._begin_reads(self._catalog, plan.items, planner)
                 if channel is not None:
                     with self._catalog.explaining_damage():

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zarrckpt._dcp.channel import ChannelName, connect_pieces
+from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._dcp.items import (
     PlannerData,
     PlannerSource,
@@ -190,7 +190,7 @@ class ZarrStorageWriter(StorageWriter):
         source = PlannerSource(planner, [*plan.items, *self._items], returns_state_tensors(planner))
         future: Future[list[WriteResult]] = Future()
         try:
-            with connect_pieces(task.channel) as channel:
+            with connect_channel(task.channel) as channel:
                 results = save.write(task.attempt, task.rank_plan, source, channel, lambda: None)
         except LostPeerError as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])

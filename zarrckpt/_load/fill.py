@@ -263,7 +263,7 @@ class TensorReads:
             self._note(subchunks, box)
 
     def _note(self, subchunks: SubchunkRange, box: Box) -> None:
-        """Record that a box has its elements of a range."""
+        """Record that the subchunks of a range were copied to all targets with this box."""
         with self._lock:
             self._delivered.setdefault((subchunks.fqn, subchunks.chunk, box), set()).update(subchunks.numbers)
 

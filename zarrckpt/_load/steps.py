@@ -127,7 +127,7 @@ class _RankLoad:
         self._read = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
         self.bytes_read = 0
         self.changed: tuple[str, ...] = ()
-        """The entries that the objects hold differently than they were read."""
+        """Names of the entries whose contents in the state differ from the loaded ones."""
 
     def match_targets(self) -> tuple[Findings, bytes]:
         """Match this rank's targets with the entries. Returns the findings and the digest of the targets."""
@@ -198,7 +198,7 @@ class _RankLoad:
                 reads.stop()
             try:
                 if shares:
-                    reads.share(shares, self._rounds.pieces())
+                    reads.share(shares, self._rounds.channel())
                 reads.read()
             finally:
                 self.bytes_read = reads.bytes_read
@@ -213,7 +213,7 @@ class _RankLoad:
             self._reads.stop()
 
     def restore(self) -> None:
-        """Give the objects of the state what was read."""
+        """Pass the loaded state dicts to the objects of the state."""
         self.targets.restore(self._state)
 
     def check(self) -> None:

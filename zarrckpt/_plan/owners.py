@@ -1,9 +1,10 @@
 """Choose the rank that writes each chunk, and the pieces that move to it, with integers only and equally on all ranks.
 
 Every chunk has one owner: of the ranks that hold most of the chunk, the one with the fewest bytes to write. So the
-chunks of a replicated tensor are distributed over its holders. A rank that holds nothing of a chunk can own it if
-pieces of the chunk must move anyway and the holders have enough to write. Every rank computes the owners of all chunks,
-then its own plan. So results are computed once per *kind*: all tensors with the same grid and the same holders.
+chunks of a replicated tensor are distributed over its holders. A rank that holds no piece of a chunk can own it if
+pieces move for every choice of owner and the chunk would raise each of these ranks above the load limit. Every rank
+computes the owners of all chunks, then its own plan. So results are computed once per *kind*: all tensors with the same
+grid and the same holders.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class PlannedTensor:
     itemsize: int
     holders: Holders
     whole: bool = False
-    """Whether one rank must write the whole tensor. Replicas may differ, and no rank had a mixture of them."""
+    """Whether one rank must write the whole tensor.
+
+    One rank must write it if its replicas may differ, because chunks from several ranks would mix their contents.
+    """
 
 
 @dataclass(frozen=True)

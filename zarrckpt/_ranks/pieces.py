@@ -41,8 +41,8 @@ class Handle:
                 self._waiting(time.monotonic() - began)
 
 
-class Pieces:
-    """The pieces of one rank in one call. Any thread may use it. Ranks are positions in the group.
+class MessageChannel:
+    """The channel of one rank in one call. Any thread may use it. Ranks are positions in the group.
 
     Sender and receiver must post the pieces between them in the same order. They end in this order.
     """

@@ -47,7 +47,7 @@ class Warn(NamedTuple):
 class Do(enum.Enum):
     """Actions without arguments."""
 
-    CLOSE_PIECES = "close the pieces, so that waits for them end"
+    CLOSE_CHANNEL = "close the channel, so that waits for pieces end"
     INTERRUPT_WORK = "call the stop function of this rank's work"
     REJOIN = "close the connections, join the ranks of the call anew, and connect again"
 
@@ -62,7 +62,7 @@ class Round:
     name: str
     number: int
     since: float
-    """The time of the round's begin, of the end of this rank's work, or of the sending of its results."""
+    """The time of this rank's last transition: round begun, connections made, work ended, or results sent."""
     is_stoppable: bool = False
     is_open: bool = True
     is_stopping: bool = False
@@ -81,7 +81,7 @@ class Round:
     """The children whose results have arrived."""
     reported: dict[int, list[int]] = field(default_factory=dict)
     """The missing ranks that children reported."""
-    used_pieces: bool = False
+    used_channel: bool = False
     sent: bool = False
 
     def forget_arrived(self, group: CallGroup) -> None:
@@ -89,7 +89,7 @@ class Round:
         self.items = {} if self.own is None else {group.position: self.own}
         self.calls = {group.call: [group.position]}
         self.arrived, self.reported = set(), {}
-        self.used_pieces = self.sent = False
+        self.used_channel = self.sent = False
 
     def has_all(self, tree: Tree) -> bool:
         """Whether the results of all children have arrived."""
@@ -99,14 +99,14 @@ class Round:
         self, peer: int, branch: set[int], body: tuple[dict[int, Item], dict[str, list[int]], bool]
     ) -> bool:
         """Add the results of a child and the ranks below it (``branch``). Return False if they are of other ranks."""
-        items, calls, used_pieces = body
+        items, calls, used_channel = body
         if not branch or items.keys() != branch or not all(branch.issuperset(ranks) for ranks in calls.values()):
             return False
         self.arrived.add(peer)
         self.items.update(items)
         for call, positions in calls.items():
             self.calls.setdefault(call, []).extend(positions)
-        self.used_pieces |= used_pieces
+        self.used_channel |= used_channel
         return True
 
     def outcomes(self, group: CallGroup) -> tuple[list[bytes], list[Failure]]:
@@ -132,12 +132,15 @@ class Round:
 
 
 class RoundProtocol:
-    """The state of one call on one rank. The driver passes one event at a time."""
+    """The state of one call on one rank. The driver passes one event at a time.
+
+    It is one large class because every event can change the round, the connections and the failures together.
+    """
 
     def __init__(self, call_group: CallGroup, now: float) -> None:
         self.failures: list[Failure] = []
         """The failures that broke the connections. Once there are any, the call fails on every rank."""
-        self.in_step = False
+        self.error_is_shared = False
         """Whether the last error was the answer of a round, so that all ranks have it and their work has ended."""
         self.has_progressed = False
         """Whether this rank's work made progress. The driver sets it at any time."""
@@ -194,7 +197,7 @@ class RoundProtocol:
 
     def begin_round(self, name: str, is_stoppable: bool, now: float) -> None:
         """Begin a round. ``is_stoppable`` is whether this rank's work can be interrupted."""
-        self.in_step = False
+        self.error_is_shared = False
         if self.failures:
             return
         self.round = Round(name, self.round.number + 1, now, is_stoppable)
@@ -206,12 +209,12 @@ class RoundProtocol:
         for peer in lost:
             self.lose(peer)
 
-    def end_work(self, item: Item, used_pieces: bool, now: float) -> None:
+    def end_work(self, item: Item, used_channel: bool, now: float) -> None:
         """End this rank's work in the round, with its result or its failure."""
         if item[0] == FAILED and self.is_stopped:
             item = (STOPPED, None)
         self.round.own = self.round.items[self._group.position] = item
-        self.round.used_pieces |= used_pieces
+        self.round.used_channel |= used_channel
         self.round.since = now
         if item[0] == FAILED:
             self._report_error(item[1], now)
@@ -222,9 +225,9 @@ class RoundProtocol:
         self._send(self._tree.children, "answer", answer)
         self.round.answer, self.round.is_open = answer, False
         if answer[0] == FAILED:
-            self.in_step = True
+            self.error_is_shared = True
             self.must_discard |= answer[2]
-            self._actions.append(Do.CLOSE_PIECES)
+            self._actions.append(Do.CLOSE_CHANNEL)
 
     def break_off(self, failures: list[Failure], source: int | None = None, call: str | None = None) -> None:
         """Break the connections: every rank raises these failures when its own work has ended.
@@ -330,7 +333,7 @@ class RoundProtocol:
             round.sent = True
             round.since = now
             calls = round.calls if round.number == 1 else {}
-            self._send([parent], "results", (round.items, calls, round.used_pieces))
+            self._send([parent], "results", (round.items, calls, round.used_channel))
 
     def _report_error(self, failure: Failure, now: float) -> None:
         """Send a rank's error to the coordinator, which stops all ranks."""
@@ -349,7 +352,7 @@ class RoundProtocol:
             self._interrupt_work()
 
     def _interrupt_work(self) -> None:
-        self._actions.append(Do.CLOSE_PIECES)
+        self._actions.append(Do.CLOSE_CHANNEL)
         if self.round.is_open and self.round.own is None:
             self._actions.append(Do.INTERRUPT_WORK)
 

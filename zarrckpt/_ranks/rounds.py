@@ -18,7 +18,7 @@ from zarrckpt._ranks.control_messages import FAILED, RESULT, STOPPED, Answer, It
 from zarrckpt._ranks.errors import Failure, raise_together
 from zarrckpt._ranks.group import Ranks, default_group, global_rank, wrap_foreign_errors
 from zarrckpt._ranks.mesh import Mesh, MeshSlot, connect_mesh, reserve_mesh, start_thread
-from zarrckpt._ranks.pieces import Pieces
+from zarrckpt._ranks.pieces import MessageChannel
 from zarrckpt._ranks.round_protocol import Action, Do, RoundProtocol, Send, Warn, unreadable_text
 
 A = TypeVar("A")
@@ -68,17 +68,19 @@ class Rounds:
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._mesh: Mesh | None = None
-        self._pieces: Pieces | None = None
+        self._channel: MessageChannel | None = None
         self._stop: Callable[[], None] | None = None
 
     def merge(
         self,
-        what: str,
+        round_name: str,
         mine: Callable[[], A],
         decide: Callable[[list[A]], B],
         stop: Callable[[], None] | None = None,
     ) -> B:
         """Do one round: ``mine()`` on every rank, then ``decide(results by rank)`` on the coordinator.
+
+        ``round_name`` is the name of the round in warnings and errors.
 
         Returns the coordinator's answer on all ranks. An error in any of these calls is raised on every rank after the
         work of all ranks has ended. ``stop`` is called once in another thread if another rank fails or is lost while
@@ -88,12 +90,12 @@ class Rounds:
         if self.size == 1:
             return decide([mine()])
         with self._protocol_events() as protocol:
-            protocol.begin_round(what, stop is not None, time.monotonic())
+            protocol.begin_round(round_name, stop is not None, time.monotonic())
             self._stop = stop
         self._raise_if_broken()
         item, error = self._work(mine)
         with self._protocol_events() as protocol:
-            protocol.end_work(item, self._pieces is not None, time.monotonic())
+            protocol.end_work(item, self._channel is not None, time.monotonic())
         answer = self._wait_for_answer()
         value: Any = None
         if answer is None:
@@ -106,22 +108,22 @@ class Rounds:
         return value if self.rank == 0 else self._decode(0, body)  # type: ignore[no-any-return]
 
     @property
-    def in_step(self) -> bool:
+    def error_is_shared(self) -> bool:
         """Whether the last error was the answer of a round, so that all ranks have it and their work has ended."""
-        return self._protocol.in_step
+        return self._protocol.error_is_shared
 
     def report_alive(self) -> None:
         """Report progress, so that the other ranks do not consider this rank silent. Any thread may call it often."""
         self._protocol.has_progressed = True
 
-    def pieces(self) -> Pieces:
-        """Return the pieces of this call. Not in its first round, when the connections can still be replaced."""
+    def channel(self) -> MessageChannel:
+        """Return the channel of this call. Not in its first round, when the connections can still be replaced."""
         with self._changed:
-            if self._pieces is None:
-                self._pieces = Pieces(self._mesh, self.report_alive, 2 * self._call_group.timeout)
+            if self._channel is None:
+                self._channel = MessageChannel(self._mesh, self.report_alive, 2 * self._call_group.timeout)
                 if self._protocol.failures or self._protocol.round.is_stopping:
-                    self._pieces.close()
-            return self._pieces
+                    self._channel.close()
+            return self._channel
 
     # Steps of a round, in the caller's thread.
 
@@ -145,15 +147,15 @@ class Rounds:
         """Return the coordinator's answer, its value, and this rank's error."""
         with self._changed:
             results, failures = self._protocol.round.outcomes(self._call_group)
-            used_pieces = self._protocol.round.used_pieces
+            used_channel = self._protocol.round.used_channel
         value: Any = None
         if not failures:
             try:
                 value = decide([self._decode(position, data) for position, data in enumerate(results)])
-                return (RESULT, encode(value), used_pieces), value, None
+                return (RESULT, encode(value), used_channel), value, None
             except Exception as err:
                 failures, error = [Failure.of_error(err, self._call_group.rank)], err
-        return (FAILED, failures, used_pieces), value, error
+        return (FAILED, failures, used_channel), value, error
 
     def _decode(self, position: int, data: bytes) -> Any:
         """Return the decoded result of a rank. Raises CheckpointError with the rank."""
@@ -185,8 +187,8 @@ class Rounds:
                 self._mesh.send(peers, message)
             case Warn(text):
                 log.warning("%s", text)
-            case Do.CLOSE_PIECES if self._pieces is not None:
-                self._pieces.close()
+            case Do.CLOSE_CHANNEL if self._channel is not None:
+                self._channel.close()
             case Do.INTERRUPT_WORK if self._stop is not None:
                 start_thread("zarrckpt-stop", self._stop)
                 self._stop = None
@@ -233,7 +235,7 @@ class Rounds:
         failure = Failure.of_error(error, rank)
         if not isinstance(error, Exception):
             failure = Failure.of_all_ranks(f"{call}: rank {rank} was interrupted ({type(error).__name__})")
-        elif self.in_step:
+        elif self.error_is_shared:
             return
         with self._protocol_events() as protocol:
             protocol.break_off([failure], None, call)
@@ -242,8 +244,8 @@ class Rounds:
         with self._changed:
             self._ended.set()
             mesh = self._mesh
-        if self._pieces is not None:
-            self._pieces.close()
+        if self._channel is not None:
+            self._channel.close()
         if mesh is not None:
             mesh.detach()
         if mesh is None or self._protocol.must_discard or not mesh.is_current():

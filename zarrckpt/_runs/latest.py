@@ -112,11 +112,13 @@ def _find(
         name = _choose_name(spec, caller, choose)
     else:
         from zarrckpt._options import TIMEOUT
+        from zarrckpt._ranks.calls import call_on_coordinator
         from zarrckpt._ranks.group import Ranks
         from zarrckpt._ranks.rounds import open_rounds
 
         with open_rounds(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
-            name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _choose_name(spec, caller, choose))
+            choose_name = partial(_choose_name, spec, caller, choose)
+            name = call_on_coordinator(rounds, f"the {caller} checkpoint", choose_name)
             if name is not None and (type(name) is not str or name in ("", ".", "..") or "/" in name or "\\" in name):
                 raise CheckpointError(
                     f"{caller}({spec.url!r}): rank 0 sent {name!r:.200}, expected the name of a folder at this url"

@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -28,6 +29,7 @@ from zarrckpt._errors import (
 from zarrckpt._jobs import check_limits
 from zarrckpt._load.steps import LoadRequest, load_on_ranks
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
+from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
@@ -74,8 +76,8 @@ class CheckpointManager:
             save of the same step on all ranks. A second signal, more than a second after the first, ends its process at
             once. The previous handlers are called too, and :meth:`close` restores them. The manager must be created in
             the main thread, except with ``()``, which handles no signals.
-        notice: a callable without arguments that returns True if this machine will be taken away, as a cloud announces
-            it. A thread of each rank calls it about once a second.
+        notice: a callable without arguments that returns True if the cloud provider has announced that it will stop
+            this machine. A thread of each rank calls it about once a second.
         grace: the seconds after a signal or notice within which the save must end (default 25, because torchrun kills
             after 30). They must suffice for two steps of training and a save.
         background: whether to save with :func:`async_save` (default) or with :func:`save`, which needs no copy in
@@ -268,11 +270,8 @@ class CheckpointManager:
 
     def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> ChosenCheckpoint:
         with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
-            return rounds.merge(
-                "the checkpoint to restore",
-                lambda: None,
-                lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.report_alive),
-            )
+            choose = partial(self._coordinator.choose, step, rewind, unreadable, timeout, rounds.report_alive)
+            return call_on_coordinator(rounds, "the checkpoint to restore", choose)
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
         if not chosen.from_source:

@@ -184,8 +184,8 @@ class Preemption:
         except _Noticed:
             return True
         except CheckpointError:
-            # If the rounds are in step, a rank's wait() has raised this error, and it raises only notices.
-            if not rounds.in_step:
+            # If all ranks have this error, a rank's wait() has raised it, and it raises only notices.
+            if not rounds.error_is_shared:
                 raise
             return True
 

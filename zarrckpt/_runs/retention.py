@@ -149,7 +149,8 @@ class Retention:
         with self.known() as known:
             known.begin_deletions()
         while not self._ended:
-            # Delete before further folders are read: what has expired among some checkpoints has expired among all.
+            # A checkpoint that has expired stays expired if more checkpoints are found, so delete it before reading
+            # more folders.
             with self.known() as known:
                 name = known.next_expired()
                 unread = known.next_unread() if name is None else []
@@ -161,7 +162,7 @@ class Retention:
                 self._read_folders(unread)
             else:
                 break
-        # A failed deletion is slow, so one failure after each commit is enough.
+        # Retry blocked deletions, and stop at the first failure, because a failing request is slow.
         while not (self._due or self._ended):
             with self.known() as known:
                 name = known.next_blocked()

@@ -357,8 +357,8 @@ def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
     if not differing:
         return
     warn(
-        f"{len(differing)} entries differ between ranks: {_format_differing(differing)}. Of each, only the lowest of "
-        "these ranks' contents is saved. To save every rank's value, wrap it in zarrckpt.PerRank(value)"
+        f"{len(differing)} entries differ between ranks: {_format_differing(differing)}. For each entry, the contents "
+        "of the lowest of these ranks are saved. To save every rank's value, wrap it in zarrckpt.PerRank(value)"
     )
 
 

@@ -45,7 +45,7 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
     plan, attempt = agreed.plan, agreed.attempt
     try:
-        channel = rounds.pieces() if plan.moves else None
+        channel = rounds.channel() if plan.moves else None
         report = rounds.merge(
             "what they have written",
             lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
@@ -66,7 +66,7 @@ def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, repor
     try:
         return call_on_coordinator(rounds, "the commit", partial(save.commit, report))
     except CheckpointError:
-        if rounds.rank and not rounds.in_step and save.is_committed(attempt.save_id):
+        if rounds.rank and not rounds.error_is_shared and save.is_committed(attempt.save_id):
             return report
         raise
 

@@ -126,7 +126,10 @@ class Store(abc.ABC):
     """Whether training runs in another thread. If so, :data:`BESIDE_TRAINING` threads process bytes."""
 
     def useful_concurrency(self) -> int:
-        """Return the useful number of concurrent transfers that also process their bytes: at most max_concurrency."""
+        """Return the number of threads for transfers that also encode, decode or check data.
+
+        It is at most :attr:`max_concurrency`.
+        """
         return self.max_concurrency
 
     @property

@@ -12,13 +12,13 @@ from accelerate.data_loader import SeedableRandomSampler
 
 import zarrckpt
 from zarrckpt.integrations import _values
-from zarrckpt.integrations._data import find_objects, refuse_objects
+from zarrckpt.integrations._data import find_non_data, refuse_non_data
 
 
 def state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
     """Return an object's state dict. Raises UnsupportedValueError if it has values that are not data."""
     state: dict[str, Any] = part.state_dict()
-    refuse_objects(find_objects(state, name, allow_pickle=allow_pickle))
+    refuse_non_data(find_non_data(state, name, allow_pickle=allow_pickle))
     return state
 
 

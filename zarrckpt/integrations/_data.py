@@ -21,8 +21,8 @@ from zarrckpt._format.torch_archives import load_torch
 _DATA_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO})
 
 
-def refuse_objects(found: Iterable[str], allow: str = "allow_pickle=True, at the save and at the load") -> None:
-    """Raise one UnsupportedValueError that names all values found by :func:`find_objects`, if there are any.
+def refuse_non_data(found: Iterable[str], allow: str = "allow_pickle=True, at the save and at the load") -> None:
+    """Raise one UnsupportedValueError that names all values found by :func:`find_non_data`, if there are any.
 
     ``allow`` is the code with which a user can save them anyway. It becomes part of the message.
     """
@@ -33,7 +33,7 @@ def refuse_objects(found: Iterable[str], allow: str = "allow_pickle=True, at the
         )
 
 
-def find_objects(value: Any, name: str = "", *, allow_pickle: bool = False, exact: bool = False) -> Iterator[str]:
+def find_non_data(value: Any, name: str = "", *, allow_pickle: bool = False, exact: bool = False) -> Iterator[str]:
     """Yield a text for each value that is not data, with its name and class.
 
     With ``allow_pickle``, yield only objects that have a state dict: a save would store that instead of a pickle.
@@ -43,16 +43,18 @@ def find_objects(value: Any, name: str = "", *, allow_pickle: bool = False, exac
         return
     if isinstance(value, zarrckpt.PerRank):
         if not has_state(value.value):
-            yield from find_objects(value.value, name, allow_pickle=allow_pickle, exact=exact)
+            yield from find_non_data(value.value, name, allow_pickle=allow_pickle, exact=exact)
     elif type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not exact):
         for key, item in value.items():
-            yield from find_objects(item, f"{name}.{key}" if name else str(key), allow_pickle=allow_pickle, exact=exact)
+            yield from find_non_data(
+                item, f"{name}.{key}" if name else str(key), allow_pickle=allow_pickle, exact=exact
+            )
     elif isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
         for index, item in enumerate(value):
-            yield from find_objects(item, f"{name}.{index}", allow_pickle=allow_pickle, exact=exact)
+            yield from find_non_data(item, f"{name}.{index}", allow_pickle=allow_pickle, exact=exact)
     elif has_state(value) or not (allow_pickle or (_torch_loads(value) and not isinstance(value, Mapping))):
         inside = value if type(value) in (list, tuple, set, frozenset) else ()
-        found = [text for item in inside for text in find_objects(item, name)]
+        found = [text for item in inside for text in find_non_data(item, name)]
         yield from found or [f"{name!r} is or has a {type(value).__module__}.{type(value).__qualname__}"]
 
 

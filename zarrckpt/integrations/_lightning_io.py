@@ -18,7 +18,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 import zarrckpt
 from zarrckpt._errors import log
 from zarrckpt._store._url import normalize
-from zarrckpt.integrations._data import find_objects, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._data import find_non_data, refuse_non_data, with_plain_parameters
 from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
@@ -75,7 +75,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save a checkpoint. Called on rank 0 only. Raises the errors of :func:`zarrckpt.save`."""
         checkpoint, url = with_plain_parameters(checkpoint), url_of(path)
-        refuse_objects(self.faults(checkpoint), PICKLE_HINT)
+        refuse_non_data(self.faults(checkpoint), PICKLE_HINT)
         warn_of_last(checkpoint)
         prepare_local_path(url)
         self.save(checkpoint, url, run_metadata(checkpoint), no_dist=True, storage_options=storage_options)
@@ -214,7 +214,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """Return a text for each value of a state that these settings refuse to save."""
-        return [*find_objects(state, allow_pickle=self.allow_pickle)]
+        return [*find_non_data(state, allow_pickle=self.allow_pickle)]
 
 
 _BEST_AND_LAST = ("best_k_models", "kth_best_model_path", "kth_value", "last_model_path")

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
-from zarrckpt.integrations._data import refuse_objects, state_to_check
+from zarrckpt.integrations._data import refuse_non_data, state_to_check
 from zarrckpt.integrations._lightning_io import (
     PICKLE_HINT,
     ZarrCheckpointIO,
@@ -73,7 +73,7 @@ class ShardedStrategy:
             warn_of_last(rest)
             prepare_local_path(url_of(path))
         url, faults = self.broadcast((url_of(path), faults))
-        refuse_objects(faults, PICKLE_HINT)
+        refuse_non_data(faults, PICKLE_HINT)
         rest = rest if self.is_global_zero else _sharded_part(rest)
         metadata = {**metadata, _OBJECTS: sorted(objects)}
         self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)

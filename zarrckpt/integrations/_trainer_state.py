@@ -38,7 +38,7 @@ class RestOfTrainer:
             rest["saved"] = ["model", "optimizer", "rng", *rest]
             checked |= {"trainer": {**rest}, "optimizer": _data.state_to_check(plain_optimizer(trainer))}
             rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
-        _data.refuse_objects(_data.find_objects(checked, allow_pickle=self._allow_pickle))
+        _data.refuse_non_data(_data.find_non_data(checked, allow_pickle=self._allow_pickle))
         if trainer.is_world_process_zero():  # Times in the state differ between ranks.
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import zarrckpt
 from zarrckpt._store import join_url
 from zarrckpt.integrations import _values
-from zarrckpt.integrations._data import find_objects, refuse_objects, state_to_check
+from zarrckpt.integrations._data import find_non_data, refuse_non_data, state_to_check
 from zarrckpt.integrations._framework import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -253,7 +253,7 @@ def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
     """Return the accelerator's counters. Raises UnsupportedValueError if models or optimizers hold objects."""
     parts = _parts_loaded_in_place(accelerator).items()
     loose = {name: state_to_check(part) for name, part in parts if isinstance(part, nn.Module | Optimizer)}
-    refuse_objects(find_objects(loose, allow_pickle=allow_pickle))
+    refuse_non_data(find_non_data(loose, allow_pickle=allow_pickle))
     return {
         "step": accelerator.step,
         "iteration": accelerator.save_iteration,
@@ -274,8 +274,8 @@ def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
     def read() -> dict[str, Any]:
         state = part.state_dict()
         filled = _values.loads_in_place(part, state)
-        opaque = [*find_objects(state, name, exact=not filled)]
-        refuse_objects([] if allow_pickle else opaque)
+        opaque = [*find_non_data(state, name, exact=not filled)]
+        refuse_non_data([] if allow_pickle else opaque)
         # A tuple is stored as one value, here as one pickle.
         return {"whole": (state,)} if opaque and not filled else {"state": state}
 

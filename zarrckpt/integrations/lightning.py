@@ -71,7 +71,7 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if stage == "fit":
             _require_zarr(trainer.strategy, self.dirpath)
         super().setup(trainer, pl_module, stage)
-        if isinstance(plugin := trainer.strategy.checkpoint_io, ZarrCheckpointIO):
+        if isinstance(plugin := _plugin_of(trainer.strategy), ZarrCheckpointIO):
             # A checkpoint may name others only below these folders, because Lightning opens and deletes them.
             callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath]
             plugin.folders |= {comparable_folder(f"{callback.dirpath}") for callback in callbacks}
@@ -126,11 +126,20 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     @staticmethod
     def _link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
         """Link to the last checkpoint, for ``save_last="link"``. Waits for the commit of a save in the background."""
-        plugin = trainer.strategy._checkpoint_io
+        # Not _plugin_of: a wrapper may save in its own thread (AsyncCheckpointIO), at the same time as link_checkpoint.
+        plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ZarrCheckpointIO):
             ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
         elif trainer.is_global_zero and filepath != linkpath:
             plugin.link_checkpoint(filepath, linkpath)
+
+
+def _plugin_of(strategy: Any) -> Any:
+    """Return the checkpoint plugin of a strategy, without wrappers such as Lightning's AsyncCheckpointIO."""
+    plugin = strategy.checkpoint_io
+    while isinstance(plugin, _WrappingCheckpointIO):
+        plugin = plugin.checkpoint_io
+    return plugin
 
 
 def _require_zarr(strategy: Any, folder: Any) -> None:
@@ -138,14 +147,14 @@ def _require_zarr(strategy: Any, folder: Any) -> None:
     if isinstance(strategy, ShardedStrategy):
         return
     kind = type(strategy).__name__
+    # Strategies that write another format do not use the plugin, and each of them overrides load_checkpoint. Some that
+    # use it override save_checkpoint too (XLA).
     if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
         raise TypeError(
             f"ZarrModelCheckpoint cannot save to {folder} with {kind}, which writes another format. Use "
             "Trainer(strategy=ZarrModelParallelStrategy(...)) or ZarrFSDPStrategy(...)"
         )
-    plugin = strategy.checkpoint_io
-    while isinstance(plugin, _WrappingCheckpointIO):
-        plugin = plugin.checkpoint_io
+    plugin = _plugin_of(strategy)
     if not isinstance(plugin, ZarrCheckpointIO):
         raise TypeError(
             f"ZarrModelCheckpoint cannot save to {folder} with {type(plugin).__name__}, which writes pickles. Use "
@@ -214,7 +223,11 @@ class _TrainerSharded(ShardedStrategy):
     optimizers: list[Optimizer]
     lightning_module: Any
     _given_weights: Mapping[str, Any] = {}
-    """The weights that Lightning has got for the current save. Hooks may change the checkpoint's weights later."""
+    """The weights that :meth:`lightning_module_state_dict` returned for the current save.
+
+    Lightning calls it first, then the hooks that change the checkpoint, and then :meth:`save_checkpoint`, which
+    compares the weights to detect hooks that replaced them.
+    """
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's sharded state dict, without a gather or a copy. Collective with FSDP1."""
