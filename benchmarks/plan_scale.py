@@ -169,7 +169,7 @@ def _agreement(size: int) -> Any:
     return made
 
 
-def first_save(gathered: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
+def first_save(gathered: AllDescriptions, plan: SavePlan, groups: Sequence[bytes]) -> Coordinator:
     """All three rounds."""
     size = len(gathered.numbers)
     agreement, coordinator = _agreement(size), Coordinator(size)
@@ -180,7 +180,7 @@ def first_save(gathered: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]
     own = [gathered.descriptions[number] for number in gathered.numbers.tolist()]
     messages = [(own[rank].version, own[rank].packed) if rank in request.senders else None for rank in range(size)]
     coordinator.decide(messages, agreement._answer_to_descriptions)
-    checks = [agree._PlanDigests(plan.digest, fold, {}) for fold in folds]
+    checks = [agree._PlanDigests(plan.digest, packed, {}) for packed in groups]
     began = coordinator.decide(checks, partial(agreement._answer_to_plans, gathered, agree._CompareAnswer()))
     assert isinstance(began, agree._BeginAnswer)
     return coordinator
@@ -203,7 +203,7 @@ def next_save(gathered: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, i
     return coordinator, max(len(encode(hello)) for hello in hellos)
 
 
-def folds_of(held: GlobalState) -> list[bytes]:
+def group_digests_of(held: GlobalState) -> list[bytes]:
     """What each rank says of what it holds alike with others: for each group its name, and a digest."""
     found: list[dict[bytes, None]] = [{} for _ in range(held.ranks)]
     for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
@@ -260,7 +260,7 @@ def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
     gathered = case.descriptions()
     held = gather_state(gathered)
     plan = plan_save(held, PlanOptions())
-    first = first_save(gathered, plan, folds_of(held))
+    first = first_save(gathered, plan, group_digests_of(held))
     again, nbytes = next_save(gathered, plan)
     parts = [] if quick else own_parts(gathered)
     name = [case.model, case.layout, f"{case.ranks:,}"]

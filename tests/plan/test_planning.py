@@ -93,8 +93,8 @@ def test_parts_of_the_plan_fit_together(layout: str, ranks: int, least: int | No
         assert {name for name, _ in part.items} | {chunk.fqn for _, chunk in chunks} == {*part.arrays}
         assert [*part.bundles] == sorted(part.bundles)
         for number, chunk in chunks:
-            written[chunk.fqn, chunk.cell] += 1
-            whole = plan.layout.tensors[chunk.fqn].grid.chunk_box(chunk.cell)
+            written[chunk.fqn, chunk.chunk_index] += 1
+            whole = plan.layout.tensors[chunk.fqn].grid.chunk_box(chunk.chunk_index)
             assert sum(box.size for box, _, _ in chunk.pieces) == whole.size
             for box, item, source in chunk.pieces:
                 assert intersect(box, whole) == box

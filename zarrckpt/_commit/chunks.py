@@ -14,7 +14,7 @@ from zarrckpt._jobs import BytesBudget
 from zarrckpt._store import Buffer, Store
 
 
-def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, memory: BytesBudget) -> ChunkEncoder:
+def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, budget: BytesBudget) -> ChunkEncoder:
     """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes."""
     encoder: ChunkEncoder | None = None
     with ExitStack() as held:
@@ -24,7 +24,7 @@ def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, memor
             nonlocal encoder
             held.close()
             encoder = ChunkEncoder(node, elements)
-            scratch = held.enter_context(memory.take(*encoder.memory(in_parts=store.is_local)))
+            scratch = held.enter_context(budget.take(*encoder.memory(in_parts=store.is_local)))
             return encoder.groups(scratch)
 
         store.put_parts(key, groups)

@@ -36,7 +36,7 @@ class Target(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """The raw type of the elements."""
 
-    def __setitem__(self, region: tuple[slice, ...], cells: RawArray, /) -> None:
+    def __setitem__(self, region: tuple[slice, ...], elements: RawArray, /) -> None:
         """Write the elements of a region of the box."""
 
 
@@ -145,8 +145,8 @@ class ChunkEncoder:
         if inside != box:
             out[:] = 0
         if inside is not None:
-            cells = out.view(raw_dtype(self._node.dtype.itemsize)).reshape(box.shape)
-            self._elements.copy(inside, cells[inside.region(box.offset)])
+            elements = out.view(raw_dtype(self._node.dtype.itemsize)).reshape(box.shape)
+            self._elements.copy(inside, elements[inside.region(box.offset)])
         return out
 
     def _blocks(self, data: RawArray) -> Iterator[memoryview | bytes]:
@@ -207,8 +207,8 @@ def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: 
     shared = intersect(own, box)
     if shared is None:
         return 0
-    cells = data.view(target.dtype).reshape(own.shape)
-    target[shared.region(box.offset)] = cells[shared.region(own.offset)]
+    elements = data.view(target.dtype).reshape(own.shape)
+    target[shared.region(box.offset)] = elements[shared.region(own.offset)]
     return shared.size * node.dtype.itemsize
 
 

@@ -133,7 +133,7 @@ class ChunkTable:
         """The size of the chunk's object in bytes."""
         return self._begins[-1] + index_bytes(self._node)
 
-    def holds(self, number: int, stored: RawArray) -> bool:
+    def matches(self, number: int, stored: RawArray) -> bool:
         """Whether the bytes of a stored subchunk match their own checksum and the one in the table."""
         return bool(stored_crc(stored) == self.checksums[number])
 
@@ -145,13 +145,13 @@ class ChunkTable:
         begins, end = self._begins, byte_offset + len(stored)
         for number in range(bisect_left(begins, byte_offset), bisect_right(begins, end) - 1):
             part = stored[begins[number] - byte_offset : begins[number + 1] - byte_offset]
-            if not self.holds(number, part) or not stored_size_is_right(self._node, part):
+            if not self.matches(number, part) or not stored_size_is_right(self._node, part):
                 return False
         if byte_offset > begins[-1] or end != self.object_size:
             return True
         return stored[begins[-1] - byte_offset :].tobytes() == chunk_index(self._node, begins)
 
-    def whole(self, start: int, stop: int) -> tuple[int, int]:
+    def align(self, start: int, stop: int) -> tuple[int, int]:
         """Return the begin and end of the subchunks and index that contain the bytes from ``start`` to ``stop``."""
         begins = self._begins
         begin = begins[bisect_right(begins, start) - 1]

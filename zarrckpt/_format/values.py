@@ -88,7 +88,7 @@ class EncodedValue:
 
     @classmethod
     def of(cls, fqn: str, value: object) -> EncodedValue:
-        """Return the encoded value. Never raises an error. :meth:`stored` raises it."""
+        """Return the encoded value. Never raises an error. :meth:`blob_to_store` raises it."""
         is_empty = isinstance(value, Mapping) and not value
         if is_empty and type(value) is not OrderedDict:
             value = {}  # for all types of mappings, because they are restored as dicts if they have entries
@@ -100,7 +100,7 @@ class EncodedValue:
         except Exception as err:
             return cls(failure=err, is_empty=is_empty)
 
-    def stored(self, fqn: str) -> Blob | None:
+    def blob_to_store(self, fqn: str) -> Blob | None:
         """Return the blob to store, or None for a value whose JSON is in the root document.
 
         Warns if the blob is a pickle. Raises the errors of :func:`encode_blob`.

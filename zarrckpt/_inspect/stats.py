@@ -131,13 +131,13 @@ def map_chunks(
     At most 8 calls run at a time, and fewer if the memory bound is reached. Each call may take memory for its box in
     two tensors of the node's dtype.
     """
-    memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    budget = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
     tally = ByteCounter(sum(node.nbytes for node in nodes.values()), progress)
 
     def job(fqn: str, box: Box) -> tuple[str, P]:
         nbytes = box.size * nodes[fqn].dtype.itemsize
         # Results beyond the range of float64 are inf or NaN, and numpy's warning would add no information.
-        with memory.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
+        with budget.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
             found = look(fqn, box)
         tally.add(nbytes)
         return fqn, found

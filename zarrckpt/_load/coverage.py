@@ -39,70 +39,71 @@ class Findings:
     """The entries that this rank's containers load if no rank has a target for them."""
 
 
-def find_coverage(targets: ObjectMatch) -> Findings:
+def find_coverage(object_match: ObjectMatch) -> Findings:
     """Return this rank's message to the coordinator."""
-    match, entries = targets.match, targets.saved.entries
+    state_match, entries = object_match.state_match, object_match.saved.entries
     return Findings(
-        targets.selection.idle_patterns([*match.loaded, *match.missing]),
-        _mask(entries, filter(targets.is_of_object, match.unexpected)),
-        _mask(entries, match.loaded),
-        _mask(entries, match.containers.offered),
+        object_match.selection.idle_patterns([*state_match.loaded, *state_match.missing]),
+        _mask(entries, filter(object_match.is_of_object, state_match.unexpected)),
+        _mask(entries, state_match.loaded),
+        _mask(entries, state_match.containers.offered),
     )
 
 
-def check_coverage(targets: ObjectMatch, found: Sequence[Findings], *, strict: bool) -> Mask:
+def check_coverage(object_match: ObjectMatch, found: Sequence[Findings], *, strict: bool) -> Mask:
     """If strict, raise KeyMismatchError for a pattern or a module's entry that has no target on any rank.
 
-    ``targets`` are the coordinator's. Returns a mask of the entries that each rank that offered them loads in addition.
+    ``object_match`` is the coordinator's. Returns a mask of the entries that each rank that offered them loads in
+    addition.
     """
     matched = np.bitwise_or.reduce([one.targets for one in found])
     if strict:
-        _refuse_idle(targets, found)
-        _refuse_unmatched(targets, np.bitwise_or.reduce([one.unmatched for one in found]) & ~matched)
+        _refuse_idle(object_match, found)
+        _refuse_unmatched(object_match, np.bitwise_or.reduce([one.unmatched for one in found]) & ~matched)
     else:
-        _warn_of_idle_objects(targets, names_in(targets, matched))
+        _warn_of_idle_objects(object_match, names_in(object_match, matched))
     mask: Mask = np.bitwise_or.reduce([one.offered for one in found]) & ~matched
     return mask
 
 
-def names_in(targets: ObjectMatch, mask: Mask) -> list[str]:
+def names_in(object_match: ObjectMatch, mask: Mask) -> list[str]:
     """Return the names of the entries in a mask."""
-    return [name for name, bit in zip(targets.saved.entries, np.unpackbits(mask), strict=False) if bit]
+    return [name for name, bit in zip(object_match.saved.entries, np.unpackbits(mask), strict=False) if bit]
 
 
-def _refuse_idle(targets: ObjectMatch, found: Sequence[Findings]) -> None:
+def _refuse_idle(object_match: ObjectMatch, found: Sequence[Findings]) -> None:
     idle = [pattern for pattern in found[0].idle if all(pattern in one.idle for one in found)]
     if idle:
         raise KeyMismatchError(
             f"keys={idle} match no target in the state. Nothing was loaded. The state has, for example, "
-            f"{sorted(flatten(targets.plain.state)[0])[:5]}"
+            f"{sorted(flatten(object_match.plain.state)[0])[:5]}"
         )
 
 
-def _refuse_unmatched(targets: ObjectMatch, mask: Mask) -> None:
-    if names := names_in(targets, mask):
+def _refuse_unmatched(object_match: ObjectMatch, mask: Mask) -> None:
+    if names := names_in(object_match, mask):
         shown = format_lines([without_target(name) for name in names])
         raise KeyMismatchError(
             f"{len(names)} entries of modules and optimizers in the checkpoint have no target on any rank. Nothing "
-            f"was loaded:{shown}\n{_close_names(targets, names)}"
+            f"was loaded:{shown}\n{_close_names(object_match, names)}"
             "strict=False skips these entries. keys=[...] loads only the named entries"
         )
 
 
-def _warn_of_idle_objects(targets: ObjectMatch, matched: list[str]) -> None:
+def _warn_of_idle_objects(object_match: ObjectMatch, matched: list[str]) -> None:
     """Warn if a module or optimizer gets no entry, because the checkpoint may have it under a different name."""
-    loaded = [*matched, *targets.sources.elements]
-    for prefix in targets.plain.exact:
-        lacks = any(name.startswith(prefix) for name in targets.match.missing)
+    loaded = [*matched, *object_match.sources.elements]
+    for prefix in object_match.plain.exact:
+        lacks = any(name.startswith(prefix) for name in object_match.state_match.missing)
         if lacks and not any(name.startswith(prefix) for name in loaded):
-            some = sorted({name.partition(".")[0] for name in targets.saved.entries})[:5]
+            some = sorted({name.partition(".")[0] for name in object_match.saved.entries})[:5]
             warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
 
 
-def _close_names(targets: ObjectMatch, names: list[str]) -> str:
+def _close_names(object_match: ObjectMatch, names: list[str]) -> str:
     """Return a hint with parameters of the state whose names are similar to entries without a target, or ''."""
     close = {}
-    for optimizer in targets.plain.optimizers:
+    for optimizer in object_match.plain.optimizers:
         stem = f"{optimizer.prefix}state."
         own = [name for name in names if name.startswith(stem)]
         named = any(not name[len(stem) :].partition(".")[0].isdigit() for name in own)
@@ -115,7 +116,7 @@ def _close_names(targets: ObjectMatch, names: list[str]) -> str:
     shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
     if shown:
         return f"Parameters of the state with similar names:{''.join(shown)}\n"
-    return did_you_mean(names, targets.match.loaded, "rename= loads entries under other names")
+    return did_you_mean(names, object_match.state_match.loaded, "rename= loads entries under other names")
 
 
 def _mask(entries: Collection[str], names: Iterable[str]) -> Mask:

@@ -44,7 +44,7 @@ class TensorTarget:
     """The flat name of the target in the state, or '' if it is the fqn."""
 
 
-class _Target:
+class _FillTarget:
     """A tensor to fill: its memory if that is raw CPU memory, otherwise an adapter that copies to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
@@ -74,20 +74,20 @@ class TensorReads:
         self._progress = progress
         self._report_alive = report_alive
         self._stopped = False
-        self._targets: dict[str, list[_Target]] = {}
+        self._targets: dict[str, list[_FillTarget]] = {}
         for target in targets:
-            self._targets.setdefault(target.fqn, []).append(_Target(catalog, target))
+            self._targets.setdefault(target.fqn, []).append(_FillTarget(catalog, target))
         self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
         """The numbers of the subchunks that :meth:`share` copied to targets, by fqn, chunk and box of the target."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0
         # Waits for GPU work that still writes to the targets.
-        self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
+        self._budget = transfer_memory(self._limit, {target.device for target in self._all()})
         self.bytes_read = 0
         """The number of bytes that this rank has fetched."""
 
-    def _all(self) -> Iterator[_Target]:
+    def _all(self) -> Iterator[_FillTarget]:
         return (target for targets in self._targets.values() for target in targets)
 
     def read(self) -> None:
@@ -110,7 +110,7 @@ class TensorReads:
                 raise StoppedError
             node = self._catalog.root.tensors[fqn]
             self._catalog.refuse_more_chunks_than_checksums(node)
-            wanting: dict[Ints, list[_Target]] = {}
+            wanting: dict[Ints, list[_FillTarget]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):
                     wanting.setdefault(chunk, []).append(target)
@@ -119,24 +119,24 @@ class TensorReads:
             stored = self._catalog.stored(node)
             for chunk, those in wanting.items():
                 if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
-                    for job in stored.chunk_jobs(chunk, those[0].box, those[0].memory, self._memory):
+                    for job in stored.chunk_jobs(chunk, those[0].box, those[0].memory, self._budget):
                         yield partial(self._count_job, job)
                     continue
-                needing: dict[int, list[_Target]] = {}
+                needing: dict[int, list[_FillTarget]] = {}
                 for target in those:
                     delivered = self._delivered.get((fqn, chunk, target.box), set())
                     for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
                         needing.setdefault(number, []).append(target)
-                for numbers in request_ranges(node, sorted(needing), self._memory):
+                for numbers in request_ranges(node, sorted(needing), self._budget):
                     yield partial(self._read_range, SubchunkRange(fqn, chunk, numbers), needing)
 
     def _count_job(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_Target]]) -> None:
+    def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_FillTarget]]) -> None:
         """Fetch consecutive subchunks, and copy each to the targets that need it."""
         part = self._part(subchunks)
-        with fetched(part, self._memory) as (stored, scratch):
+        with fetched(part, self._budget) as (stored, scratch):
             self._count(len(stored), 0)
             for number, one in part.each(stored):
                 elements = unpacked(part, number, one, scratch)
@@ -147,8 +147,8 @@ class TensorReads:
         array = self._catalog.stored(self._catalog.root.tensors[subchunks.fqn])
         return StoredSubchunks(array, subchunks.chunk, subchunks.numbers, array.table(subchunks.chunk))
 
-    def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _Target) -> None:
-        self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
+    def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _FillTarget) -> None:
+        self._count(0, copy_shared(part.node, part.chunk_index, number, elements, target.box, target.memory))
 
     def _count(self, fetched: int, filled: int) -> None:
         with self._lock:
@@ -224,18 +224,18 @@ class TensorReads:
         """Check a range that this rank fetched, copy it to its targets, and pack the elements for other ranks."""
         part, targets = self._part(subchunks), self._targets.get(subchunks.fqn, [])
         begins = [0] * len(packs)
-        with self._memory.take(unpacking_bytes(part.node)) as scratch:
+        with self._budget.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
                 elements = unpacked(part, number, one, scratch)
                 for target in targets:
                     self._copy(part, number, elements, target)
                 for index, (box, out) in enumerate(packs):
-                    shared = intersect(elements_of(part.node, part.chunk, number), box)
+                    shared = intersect(elements_of(part.node, part.chunk_index, number), box)
                     if shared is not None:
                         begin = begins[index]
                         begins[index] += shared.size * part.node.dtype.itemsize
-                        cells = _as_elements(part, out[begin : begins[index]], shared)
-                        copy_shared(part.node, part.chunk, number, elements, shared, cells)
+                        packed = _as_elements(part, out[begin : begins[index]], shared)
+                        copy_shared(part.node, part.chunk_index, number, elements, shared, packed)
         for target in targets:
             self._note(subchunks, target.box)
 
@@ -252,7 +252,7 @@ class TensorReads:
             part, begin = self._part(subchunks), 0
             targets = [target for target in self._targets.get(subchunks.fqn, ()) if target.box == box]
             for number in subchunks.numbers:
-                shared = intersect(elements_of(part.node, part.chunk, number), box)
+                shared = intersect(elements_of(part.node, part.chunk_index, number), box)
                 if shared is None:
                     continue
                 end = begin + shared.size * part.node.dtype.itemsize

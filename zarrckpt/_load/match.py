@@ -13,7 +13,7 @@ from zarrckpt._format.matching import did_you_mean
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.containers import move_path, rebuild
 from zarrckpt._load.fill import TensorTarget
-from zarrckpt._load.whole import RebuiltContainers
+from zarrckpt._load.rebuilt_containers import RebuiltContainers
 from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors, to_local_boxes
 from zarrckpt._state.local_state import PER_RANK, format_lines

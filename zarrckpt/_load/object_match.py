@@ -12,8 +12,8 @@ from zarrckpt._format.state_path import DICT, LIST, StatePath
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.key_selection import KeySelection
 from zarrckpt._load.match import StateMatch
+from zarrckpt._load.rebuilt_containers import RebuiltContainers, find_rebuilt_containers
 from zarrckpt._load.recheck import ReadEntries
-from zarrckpt._load.whole import RebuiltContainers, find_rebuilt_containers
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._reports import count_text
@@ -61,7 +61,7 @@ class ObjectMatch:
             allow_cast=allow_cast,
             sources=self.sources,
         )
-        self.match = StateMatch(
+        self.state_match = StateMatch(
             _with_elements(saved, self.sources.elements),
             self.plain.state,
             strict=strict,
@@ -89,12 +89,12 @@ class ObjectMatch:
         """
         try:
             # No other rank can have the target of this rank's element of a stack.
-            self.match.check(lambda fqn: fqn in self.sources.elements and self.is_of_object(fqn))
+            self.state_match.check(lambda fqn: fqn in self.sources.elements and self.is_of_object(fqn))
         except KeyMismatchError:
             try:
-                self.match.check(self.is_of_object)
+                self.state_match.check(self.is_of_object)
             except KeyMismatchError as err:
-                raise self.sources.explain_missing(err, self.match.missing) from None
+                raise self.sources.explain_missing(err, self.state_match.missing) from None
 
     def is_of_object(self, fqn: str) -> bool:
         """Whether an entry of the checkpoint belongs to a module or an optimizer of the state."""
@@ -107,7 +107,7 @@ class ObjectMatch:
         """
         shardings: dict[Sharding, int] = {}
         entries = []
-        for fqn, leaf in self.match.leaves.items():
+        for fqn, leaf in self.state_match.leaves.items():
             if fqn in self.sources.elements or self.saved.entries.get(fqn) is None:
                 continue
             # Without a dtype: ranks may cast to different ones.
@@ -117,7 +117,7 @@ class ObjectMatch:
 
     def tensors(self) -> Iterator[TensorTarget]:
         """Yield the tensors to fill, under their names in the checkpoint."""
-        for target in self.match.tensors():
+        for target in self.state_match.tensors():
             element = self.sources.elements.get(target.fqn)
             if element is not None:
                 box = Box((element.index, *target.box.offset), (1, *target.box.shape))
@@ -127,13 +127,13 @@ class ObjectMatch:
     def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
         """Replace targets of Stateful objects (or of optimizers) by new tensors. ``restore`` passes these to them."""
         owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.statefuls
-        self.match.make_private(name for name in names if name.startswith(tuple(owners)))
+        self.state_match.make_private(name for name in names if name.startswith(tuple(owners)))
 
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read. Call it before :meth:`restore`."""
-        containers, paths = self.match.containers, self.match.paths
-        moved = _lists_with_gaps(paths[fqn] for fqn in self.match.leaves)
-        for fqn, leaf in {**self.match.leaves, **values}.items():
+        containers, paths = self.state_match.containers, self.state_match.paths
+        moved = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
+        for fqn, leaf in {**self.state_match.leaves, **values}.items():
             if moved and any(paths[fqn][:depth] in moved for depth in range(len(paths[fqn]))):
                 continue
             # A Stateful may ignore an entry that its state does not have.
@@ -146,7 +146,7 @@ class ObjectMatch:
         Excludes tensors that are filled in place and entries of objects.
         """
         own = tuple(objects.prefix_of(keys) for keys, _ in self.plain.restore)
-        rows = ((fqn, self.match.paths[fqn]) for fqn in self.match.replaced)
+        rows = ((fqn, self.state_match.paths[fqn]) for fqn in self.state_match.replaced)
         return [fqn for fqn, path in rows if path.keys[0] == key and len(path) > 1 and not f"{fqn}.".startswith(own)]
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from zarrckpt._load.rename import Rename, rename_entries
 from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
+from zarrckpt._plan.description import Description
 from zarrckpt._plan.holders import gather_boxes
 from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks
@@ -79,8 +80,8 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
     began = time.monotonic()
     with open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
         load = _RankLoad(state, request, _read_root(request, rounds), rounds)
-        senders, added = rounds.merge("what they load", load.match_targets, load.check_all)
-        shares = load.plan_shares(senders) if senders is not None else None
+        description_request, added = rounds.merge("what they load", load.match_targets, load.check_all)
+        shares = load.plan_own_shares(description_request) if description_request is not None else None
         call_on_all(rounds, "what they read", lambda: load.read(shares, added), load.stop)
         # After all ranks have read, so that an error on one rank leaves the objects of all ranks unchanged.
         call_on_all(rounds, "their objects' load_state_dict", load.restore)
@@ -88,13 +89,13 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
             # In a separate round, because state_dict() may be a collective, which needs all ranks to have restored.
             call_on_all(rounds, "the comparison with what they read", load.check)
         load.warn_of_dropped()
-    match = load.targets.match
+    state_match = load.object_match.state_match
     return LoadReport(
         url=request.spec.url,
         save_id=load.catalog.root.save_id,
-        loaded=tuple(match.loaded),
-        missing=tuple(match.missing),
-        unexpected=tuple(match.unexpected),
+        loaded=tuple(state_match.loaded),
+        missing=tuple(state_match.missing),
+        unexpected=tuple(state_match.unexpected),
         nbytes=load.bytes_read,
         seconds=time.monotonic() - began,
         changed=load.changed,
@@ -122,9 +123,12 @@ class _RankLoad:
         self._state = state
         self._rounds = rounds
         self.catalog = Catalog(request.spec, root)
-        self._reads: TensorReads | None = None
+        self._tensor_reads: TensorReads | None = None
         self._stopped = False
-        self._read = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
+        self.object_match: ObjectMatch
+        self._tensors: list[TensorTarget]
+        self._description: Description
+        self._read_entries = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
         self.bytes_read = 0
         self.changed: tuple[str, ...] = ()
         """Names of the entries whose contents in the state differ from the loaded ones."""
@@ -135,23 +139,23 @@ class _RankLoad:
         saved = _saved_entries(self.catalog)
         if request.rename is not None:
             saved = rename_entries(saved, request.rename, optimizers_and_modules(self._state))
-        self.targets = ObjectMatch(
+        self.object_match = ObjectMatch(
             saved, self._state, request.keys, strict=request.strict, allow_cast=request.allow_cast
         )
         self._tensors = self._separate_tensors()
         if self._rounds.size == 1:
-            return find_coverage(self.targets), b""
-        self._description = self.targets.description()
-        return find_coverage(self.targets), self._description.digest
+            return find_coverage(self.object_match), b""
+        self._description = self.object_match.description()
+        return find_coverage(self.object_match), self._description.digest
 
     def _separate_tensors(self) -> list[TensorTarget]:
         """Return tensors to fill that do not share memory. Raises KeyMismatchError if their contents conflict."""
-        targets, limit = self.targets, self._request.options.max_inflight_bytes
-        tensors, conflicts = separate_targets(self.catalog, [*targets.tensors()], limit)
+        object_match, limit = self.object_match, self._request.options.max_inflight_bytes
+        tensors, conflicts = separate_targets(self.catalog, [*object_match.tensors()], limit)
         for optimizers in (False, True):
             if conflicts:
-                targets.make_private((name for group in conflicts for name in group), optimizers=optimizers)
-                tensors, conflicts = separate_targets(self.catalog, [*targets.tensors()], limit)
+                object_match.make_private((name for group in conflicts for name in group), optimizers=optimizers)
+                tensors, conflicts = separate_targets(self.catalog, [*object_match.tensors()], limit)
         refuse_conflicts(conflicts)
         return tensors
 
@@ -161,12 +165,12 @@ class _RankLoad:
         Returns the ranks that send descriptions (None if ranks do not share reads), and the entries that ranks load in
         addition, see :func:`check_coverage`. Called on the coordinator.
         """
-        added = check_coverage(self.targets, [findings for findings, _ in found], strict=self._request.strict)
+        added = check_coverage(self.object_match, [findings for findings, _ in found], strict=self._request.strict)
         if len(found) == 1 or not self._request.options.shares(self.catalog.store.is_local):
             return None, added
         return DescriptionRequest.from_digests([digest for _, digest in found]), added
 
-    def plan_shares(self, request: DescriptionRequest) -> Shares:
+    def plan_own_shares(self, request: DescriptionRequest) -> Shares:
         """Return this rank's part of the shared reads. Each rank plans from the descriptions of all targets."""
         rounds, own = self._rounds, self._description
         packed = rounds.merge(
@@ -180,18 +184,19 @@ class _RankLoad:
 
     def read(self, shares: Shares | None, added: Mask) -> None:
         """Read this rank's values and fill its tensors. ``added`` are the additional entries."""
-        catalog, targets, match, options = self.catalog, self.targets, self.targets.match, self._request.options
-        known = {*match.loaded}
-        match.take(names_in(targets, added))
+        catalog, options = self.catalog, self._request.options
+        object_match, state_match = self.object_match, self.object_match.state_match
+        known = {*state_match.loaded}
+        state_match.take(names_in(object_match, added))
         # Added entries go into new tensors, which share no memory with other targets.
-        tensors = self._tensors + [target for target in targets.tensors() if target.name not in known]
-        names = match.values()
+        tensors = self._tensors + [target for target in object_match.tensors() if target.name not in known]
+        names = state_match.values()
         read = partial(catalog.read_object, allow_pickle=self._request.allow_pickle)
         # In parallel, because each blob is a request.
-        jobs = (partial(read, targets.saved.stored_name(name)) for name in names)
+        jobs = (partial(read, object_match.saved.stored_name(name)) for name in names)
         values = dict(zip(names, run_jobs(jobs, catalog.store.max_concurrency), strict=True))
         with catalog.explaining_damage():
-            reads = self._reads = TensorReads(
+            reads = self._tensor_reads = TensorReads(
                 catalog, tensors, options.max_inflight_bytes, self._request.progress, self._rounds.report_alive
             )
             if self._stopped:
@@ -203,18 +208,18 @@ class _RankLoad:
             finally:
                 self.bytes_read = reads.bytes_read
         if options.check_after != "off":
-            targets.record(self._read, values)
-        match.finish({name: targets.saved.rename_parameters(name, value) for name, value in values.items()})
+            object_match.record(self._read_entries, values)
+        state_match.finish({name: object_match.saved.rename_parameters(name, value) for name, value in values.items()})
 
     def stop(self) -> None:
         """Make :meth:`read` end soon, with an error. Called in a different thread."""
         self._stopped = True
-        if self._reads is not None:
-            self._reads.stop()
+        if self._tensor_reads is not None:
+            self._tensor_reads.stop()
 
     def restore(self) -> None:
         """Pass the loaded state dicts to the objects of the state."""
-        self.targets.restore(self._state)
+        self.object_match.restore(self._state)
 
     def check(self) -> None:
         """Compare the state with the entries that were read.
@@ -222,11 +227,11 @@ class _RankLoad:
         If strict, raises LoadMismatchError if an entry of a tensor, container, module or optimizer differs, or if an
         entry is missing in the state. Warns of other differences.
         """
-        plain = self.targets.plain
-        now = for_check(self._state, plain, self.targets.sources.source)
+        plain = self.object_match.plain
+        now = for_check(self._state, plain, self.object_match.sources.source)
         for optimizer in plain.optimizers:
-            self._read.record_groups(optimizer)
-        changed, gone = self._read.differences(now)
+            self._read_entries.record_groups(optimizer)
+        changed, gone = self._read_entries.differences(now)
         self.changed = tuple(sorted([*changed, *gone]))
         own = [fqn for fqn in changed if not now.is_of_stateful(fqn)]
         faults = [f"{fqn!r} {changed[fqn]}" for fqn in own]
@@ -252,7 +257,7 @@ class _RankLoad:
     def warn_of_dropped(self) -> None:
         """Warn if values and new tensors were stored in a dict that is lost when the call returns."""
         for key in self._request.droppable:
-            if lost := self.targets.stored_in(key):
+            if lost := self.object_match.stored_in(key):
                 warn(
                     f"{key!r} is a dict without other references, so the {len(lost)} values and new tensors that were "
                     f"stored in it are lost, for example {lost[:3]}. Pass the object itself (an optimizer, not its "

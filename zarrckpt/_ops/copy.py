@@ -175,7 +175,7 @@ class _Copy:
         self._source = source
         self._root = root
         self._target = target
-        self._memory = BytesBudget(max_inflight_bytes)
+        self._budget = BytesBudget(max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
         self._keys: list[str] = []
@@ -244,7 +244,7 @@ class _Copy:
         """Read a chunk, check it against the table and put it. Returns its size in bytes."""
         table = self._source.chunk_table(node, chunk)
         size = table.object_size
-        with self._memory.hold(size):
+        with self._budget.hold(size):
             stored = join(self._source.root.tree, node.chunk_key(chunk))
             data = self._source.store.read(stored, 0, size)
             if not table.check(0, np.frombuffer(data, np.uint8)):
@@ -257,7 +257,7 @@ class _Copy:
 
     def _rewrite_chunk(self, encoded: _EncodedArray, chunk: Ints, key: str) -> int:
         """Read a chunk's box, encode it and put it. Returns the size of its object in bytes."""
-        found = rewrite_chunk(self._source, encoded.old, encoded.node, chunk, self._target, key, self._memory)
+        found = rewrite_chunk(self._source, encoded.old, encoded.node, chunk, self._target, key, self._budget)
         with self._lock:
             encoded.add(encoded.node.grid.chunk_number(chunk), found)
         return found.nbytes

@@ -34,23 +34,23 @@ class EncodedChunk:
 
 
 def rewrite_chunk(
-    source: Catalog, old: ArrayNode, new: ArrayNode, chunk: Ints, target: Store, key: str, memory: BytesBudget
+    source: Catalog, old: ArrayNode, new: ArrayNode, chunk_index: Ints, target: Store, key: str, budget: BytesBudget
 ) -> EncodedChunk:
     """Read the box of one chunk of a copy from the source, encode it and put it.
 
     Takes memory for the chunk, its encoding and the reads. Raises CorruptCheckpointError with the array and the
     object's key if the source is damaged.
     """
-    box = new.grid.chunk_box(chunk)
+    box = new.grid.chunk_box(chunk_index)
     at_once = 1 if source.store.is_local else _READS_AT_ONCE
     reading = at_once * _reading_bytes(source.store, old)
     encoding = sum(encoding_memory(new, box.shape, in_parts=target.is_local))
-    with memory.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
-        cells = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
-        cast = None if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
-        jobs = [*source.stored(old).box_jobs(box, cells if cast is None else cast, BytesBudget(reading))]
+    with budget.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
+        elements = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
+        cast = None if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, elements)
+        jobs = [*source.stored(old).box_jobs(box, elements if cast is None else cast, BytesBudget(reading))]
         run_jobs(jobs, min(at_once, len(jobs)))
-        encoder = put_chunk(target, key, new, ArrayElements(cells), BytesBudget(encoding))
+        encoder = put_chunk(target, key, new, ArrayElements(elements), BytesBudget(encoding))
     return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, cast.overflowed if cast is not None else 0)
 
 
@@ -71,11 +71,11 @@ def choose_writers(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]
     if old.grid.chunk_shape == new.grid.chunk_shape:
         return writers
     found = np.zeros(new.grid.counts, "<u4")
-    for chunk in np.ndindex(*new.grid.counts):
-        box = new.grid.chunk_box(chunk)
+    for chunk_index in np.ndindex(*new.grid.counts):
+        box = new.grid.chunk_box(chunk_index)
         parts: dict[int, int] = {}
         for other in old.grid.chunks_of(box):
             shared, rank = intersect(old.grid.chunk_box(other), box), int(writers[other])
             parts[rank] = parts.get(rank, 0) + (0 if shared is None else shared.size)
-        found[chunk] = min(parts, key=lambda rank: (-parts[rank], rank))
+        found[chunk_index] = min(parts, key=lambda rank: (-parts[rank], rank))
     return found

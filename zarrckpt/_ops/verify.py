@@ -114,7 +114,7 @@ class _Verification:
     def __init__(self, catalog: Catalog, max_inflight_bytes: int, progress: Progress | None) -> None:
         self._catalog = catalog
         self._store = catalog.store
-        self._memory = BytesBudget(max_inflight_bytes)
+        self._budget = BytesBudget(max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
         self._unreadable: str | None = None
@@ -298,8 +298,8 @@ class _Verification:
     def _check_chunk(self, node: ArrayNode, chunk: Ints) -> FaultText:
         """Read a chunk's subchunks and index in parts of a few MiB, and check them against the table."""
         key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
-        for begin, end in _read_parts(node, table, self._memory):
-            with self._memory.hold(end - begin):
+        for begin, end in _read_parts(node, table, self._budget):
+            with self._budget.hold(end - begin):
                 stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
                 if not table.check(begin, stored):
                     return f"bytes {begin}-{end} differ from the save"
@@ -311,7 +311,7 @@ class _Verification:
         size, largest = self._listed[key], max_chunk_object_bytes(node)
         if size > largest:
             return f"it has {size} bytes, expected at most {largest}"
-        with self._memory.hold(size):
+        with self._budget.hold(size):
             stored = np.frombuffer(self._store.read(key, 0, size), np.uint8)
             for begin, nbytes in _stored_spans(node, stored) or [(0, 0)]:
                 part = stored[begin : begin + nbytes]
@@ -333,13 +333,13 @@ def _stored_spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | 
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def _read_parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:
+def _read_parts(node: ArrayNode, table: ChunkTable, budget: BytesBudget) -> Iterator[tuple[int, int]]:
     """Yield ranges of bytes, as (begin, end), that together are a chunk's object.
 
     They begin and end at bounds of subchunks. The last one is the index.
     """
     count = len(table.checksums)
-    for numbers in request_ranges(node, range(count), memory):
+    for numbers in request_ranges(node, range(count), budget):
         yield table.begin(numbers.start), table.begin(numbers.stop)
     if table.object_size > table.begin(count):
         yield table.begin(count), table.object_size

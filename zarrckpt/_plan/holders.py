@@ -96,24 +96,24 @@ class _PerRankEntry(NamedTuple):
         return self.entry.path.with_rank(str(self.number))
 
 
-def gather_state(gathered: AllDescriptions, only: Mapping[ReplicaPart, int] | None = None) -> GlobalState:
+def gather_state(gathered: AllDescriptions, saved_rank: Mapping[ReplicaPart, int] | None = None) -> GlobalState:
     """Return the state of all ranks from their descriptions. No I/O.
 
-    ``only`` has the parts whose contents differ between ranks, and the one rank whose part is saved. Raises
+    ``saved_rank`` has the parts whose contents differ between ranks, and the one rank whose part is saved. Raises
     UnsupportedLayoutError with the fqn if ranks have different shapes, dtypes or kinds under one name, or if boxes
     overlap or leave gaps.
     """
-    return _GlobalStateBuilder(gathered, only or {}).state()
+    return _GlobalStateBuilder(gathered, saved_rank or {}).state()
 
 
 class _GlobalStateBuilder:
-    def __init__(self, gathered: AllDescriptions, only: Mapping[ReplicaPart, int]) -> None:
+    def __init__(self, gathered: AllDescriptions, saved_rank: Mapping[ReplicaPart, int]) -> None:
         self._gathered = gathered
-        self._only = only
-        self._only_boxes: dict[str, dict[Ints, int]] = {}
-        for (fqn, offset), rank in only.items():
+        self._saved_rank = saved_rank
+        self._saved_rank_of_boxes: dict[str, dict[Ints, int]] = {}
+        for (fqn, offset), rank in saved_rank.items():
             if offset is not None:
-                self._only_boxes.setdefault(fqn, {})[offset] = rank
+                self._saved_rank_of_boxes.setdefault(fqn, {})[offset] = rank
         self._paths: dict[str, StatePath] = {}
         self._occurrences: dict[str, list[_Occurrence]] = {}
         self._own: dict[StatePath, list[_PerRankEntry]] = {}
@@ -222,15 +222,15 @@ class _GlobalStateBuilder:
         )
 
     def _tensor(self, fqn: str, occurrences: Sequence[_Occurrence]) -> GlobalTensor:
-        entry, only = occurrences[0].entry, self._only_boxes.get(fqn, {})
+        entry, saved_rank = occurrences[0].entry, self._saved_rank_of_boxes.get(fqn, {})
         rows = tuple((one.description, one.entry.sharding, one.entry.boxes) for one in occurrences)
-        key = (entry.shape, rows, tuple(only.items()))
+        key = (entry.shape, rows, tuple(saved_rank.items()))
         if key not in self._known:
-            self._known[key] = self._find_holders(fqn, entry.shape, occurrences, only)
+            self._known[key] = self._find_holders(fqn, entry.shape, occurrences, saved_rank)
         return GlobalTensor(fqn, entry.shape, dtype_of(fqn, entry.dtype), *self._known[key])
 
     def _find_holders(
-        self, fqn: str, shape: Ints, occurrences: Sequence[_Occurrence], only: Mapping[Ints, int]
+        self, fqn: str, shape: Ints, occurrences: Sequence[_Occurrence], saved_rank: Mapping[Ints, int]
     ) -> tuple[Holders, bool]:
         """Return the holders of a tensor's boxes, and whether one rank must write the whole tensor."""
         whole = any(_is_plain(one.entry) and not one.description.compared for one in occurrences)
@@ -239,8 +239,8 @@ class _GlobalStateBuilder:
         twice = [box for box, ranks in ranks_of.items() if len({*ranks}) < len(ranks) and box.size]
         if twice:
             raise UnsupportedLayoutError(f"shards of {fqn!r} (shape {shape}) overlap: {format_boxes([*twice, *twice])}")
-        for box in [box for box in ranks_of if box.offset in only]:
-            ranks_of[box] = [only[box.offset]]
+        for box in [box for box in ranks_of if box.offset in saved_rank]:
+            ranks_of[box] = [saved_rank[box.offset]]
         end = 1 if self._lowest else None
         holders = Holders(
             [BoxOnRanks(box, tuple(sorted({*ranks})[:end])) for box, ranks in ranks_of.items() if box.size]
@@ -311,8 +311,8 @@ class _GlobalStateBuilder:
 
     def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
         """Return the ranks that may write a value: all holders if it is compared, otherwise the lowest one."""
-        if (fqn, None) in self._only:
-            return np.array([self._only[fqn, None]])
+        if (fqn, None) in self._saved_rank:
+            return np.array([self._saved_rank[fqn, None]])
         return ranks if compared and not self._lowest else ranks[:1]
 
     def _is_hollow(self, fqn: str, ranks: Numbers) -> bool:

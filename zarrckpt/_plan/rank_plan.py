@@ -27,7 +27,7 @@ class ChunkPlan(NamedTuple):
     """A chunk that this rank writes."""
 
     fqn: str
-    cell: Ints
+    chunk_index: Ints
     pieces: tuple[ChunkPiece, ...]
 
 
@@ -118,9 +118,9 @@ class _RankPlanBuilder:
                 pieces.append(ChunkPiece(box, self._item(name, kind, piece), None))
             else:
                 pieces.append(ChunkPiece(box, None, source))
-        cell = unravel(int(kind.geometry.pieces.number[chunk]), grid.counts)
+        chunk_index = unravel(int(kind.geometry.pieces.number[chunk]), grid.counts)
         moves = any(piece.source is not None for piece in pieces)
-        (self._merged if moves else self.chunks).append((number, ChunkPlan(name, cell, tuple(pieces))))
+        (self._merged if moves else self.chunks).append((number, ChunkPlan(name, chunk_index, tuple(pieces))))
 
     def _send(self, kind: TensorKind, row: int, chunk: int, piece: int, owner: int) -> None:
         tensor = int(kind.tensors[row])

@@ -45,7 +45,7 @@ def fill_boxes(
 
     One request for the table of checksums, unless it was read before, then the requests for the chunks.
     """
-    memory = BytesBudget(max_inflight_bytes)
+    budget = BytesBudget(max_inflight_bytes)
     tally = ByteCounter(sum(box.nbytes for box in boxes), progress)
 
     def counted(job: Job) -> None:
@@ -55,7 +55,7 @@ def fill_boxes(
         partial(counted, job)
         for (node, box), target in zip(boxes, targets, strict=True)
         if box.size  # a box without elements does not need the table either
-        for job in catalog.stored(node).box_jobs(box, target, memory)
+        for job in catalog.stored(node).box_jobs(box, target, budget)
     )
     with catalog.explaining_damage():
         run_jobs(jobs, catalog.store.useful_concurrency)

@@ -114,19 +114,19 @@ class CastTarget:
         self._old, self._new, self._out = old, new, out
         self._lock = threading.Lock()
 
-    def __setitem__(self, index: tuple[slice, ...], cells: RawArray) -> None:
-        self._out[index], lost = cast_elements(cells, self._old, self._new)
+    def __setitem__(self, index: tuple[slice, ...], elements: RawArray) -> None:
+        self._out[index], lost = cast_elements(elements, self._old, self._new)
         if lost:
             with self._lock:
                 self.overflowed += lost
 
 
-def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, int]:
+def cast_elements(elements: RawArray, old: DType, new: DType) -> tuple[RawArray, int]:
     """Cast raw elements to another floating type as torch 2.13 does, see ``docs/reference/casts.md``.
 
     Returns them, and the number of finite values beyond the range of the new type.
     """
-    values = np.asarray(cells).view(old.numpy)
+    values = np.asarray(elements).view(old.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
         # torch and ml_dtypes cast float64 to narrower types through float32. numpy does not for float16.
         narrow = values.astype(np.float32) if new.itemsize < 4 else values

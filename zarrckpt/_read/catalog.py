@@ -89,13 +89,15 @@ class Catalog:
         with self._lock:
             if self._tables is None:
                 tables = {CHECKSUMS: self.root.checksums, SIZES: self.root.sizes}
-                jobs = [partial(self.read_table, name, table) for name, table in tables.items() if table is not None]
-                found = run_jobs(jobs, len(jobs))
+                jobs = {
+                    name: partial(self.read_table, name, table) for name, table in tables.items() if table is not None
+                }
+                found = dict(zip(jobs, run_jobs(jobs.values(), len(jobs)), strict=True))
                 compressed = [node for node in self.root.arrays() if node.compression is not None]
-                sizes = _parts(found[-1], compressed)
+                sizes = _parts(found[SIZES], compressed) if compressed else {}
                 for node in compressed:
                     self._check_sizes(node, sizes[node.path])
-                self._tables = _parts(found[0], self.root.arrays()), sizes
+                self._tables = _parts(found[CHECKSUMS], self.root.arrays()), sizes
         return self._tables
 
     def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:

@@ -49,26 +49,26 @@ class StoredArray:
     sizes: RawArray | None = None
     """The stored sizes of the subchunks in the same order, if the array is compressed."""
 
-    def table(self, chunk: Ints) -> ChunkTable:
+    def table(self, chunk_index: Ints) -> ChunkTable:
         """Return one chunk's part of the tables."""
-        return ChunkTable.of(self.node, chunk, self.checksums, self.sizes)
+        return ChunkTable.of(self.node, chunk_index, self.checksums, self.sizes)
 
-    def box_jobs(self, box: Box, target: Target, memory: BytesBudget) -> Iterator[Job]:
+    def box_jobs(self, box: Box, target: Target, budget: BytesBudget) -> Iterator[Job]:
         """Yield jobs that fill a target (raw elements, the box's shape) with a box of the array."""
-        for chunk in self.node.grid.chunks_of(box):
-            yield from self.chunk_jobs(chunk, box, target, memory)
+        for chunk_index in self.node.grid.chunks_of(box):
+            yield from self.chunk_jobs(chunk_index, box, target, budget)
 
-    def chunk_jobs(self, chunk: Ints, box: Box, target: Target, memory: BytesBudget) -> list[Job]:
+    def chunk_jobs(self, chunk_index: Ints, box: Box, target: Target, budget: BytesBudget) -> list[Job]:
         """Return the jobs of :meth:`box_jobs` for one chunk. They fetch only subchunks that overlap the box."""
-        node, table = self.node, self.table(chunk)
-        numbers = subchunks_in(node.grid, chunk, box)
-        ranges: Sequence[Sequence[int]] = request_ranges(node, numbers, memory)
+        node, table = self.node, self.table(chunk_index)
+        numbers = subchunks_in(node.grid, chunk_index, box)
+        ranges: Sequence[Sequence[int]] = request_ranges(node, numbers, budget)
         read = read_neighbours
         if self.store.is_local and node.compression is None:
             step = max(1, FILE_BYTES // subchunk_bytes(node))
             ranges = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
             read = read_local
-        return [partial(read, StoredSubchunks(self, chunk, part, table), box, target, memory) for part in ranges]
+        return [partial(read, StoredSubchunks(self, chunk_index, part, table), box, target, budget) for part in ranges]
 
     def read(self, box: Box | None = None) -> RawArray:
         """Read a box of the array (default: the whole array) in the calling thread. Returns raw elements."""
@@ -102,12 +102,12 @@ class StoredArray:
             self.store.read(self.node.chunk_key(first), self.table(first).object_size - CRC_BYTES, CRC_BYTES)
 
     @contextmanager
-    def missing_is_damage(self, chunk: Ints) -> Iterator[None]:
+    def missing_is_damage(self, chunk_index: Ints) -> Iterator[None]:
         """Raise CorruptCheckpointError instead of ObjectNotFoundError."""
         try:
             yield
         except ObjectNotFoundError as err:
-            key = self.node.chunk_key(chunk)
+            key = self.node.chunk_key(chunk_index)
             raise CorruptCheckpointError(
                 f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}"
             ) from err
@@ -118,7 +118,7 @@ class StoredSubchunks:
     """Subchunks of one chunk that one job reads."""
 
     array: StoredArray
-    chunk: Ints
+    chunk_index: Ints
     numbers: Sequence[int]
     """The subchunks' numbers, ascending. Without gaps if they are read with one request."""
     table: ChunkTable
@@ -129,7 +129,7 @@ class StoredSubchunks:
 
     @property
     def key(self) -> str:
-        return self.node.chunk_key(self.chunk)
+        return self.node.chunk_key(self.chunk_index)
 
     @property
     def nbytes(self) -> int:
@@ -143,23 +143,23 @@ class StoredSubchunks:
             yield number, stored[self.table.begin(number) - first : self.table.begin(number + 1) - first]
 
 
-def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
+def subchunks_in(grid: Grid, chunk_index: Ints, box: Box) -> list[int]:
     """Return the numbers of a chunk's subchunks that overlap a box, ascending.
 
     Without subchunks the chunk itself has number 0, and must overlap the box.
     """
     if grid.subchunk_shape is None:
         return [0]
-    origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
+    origin = tuple(c * n for c, n in zip(chunk_index, grid.chunk_shape, strict=True))
     shared = intersect(Box(origin, grid.chunk_shape), box)
     if shared is None:
         return []
     return grid.subchunks_of(Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape))
 
 
-def request_ranges(node: ArrayNode, numbers: Sequence[int], memory: BytesBudget) -> list[range]:
+def request_ranges(node: ArrayNode, numbers: Sequence[int], budget: BytesBudget) -> list[range]:
     """Return ascending numbers of subchunks as ranges of neighbours, each for one request."""
-    request_bytes = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
+    request_bytes = min(2 * READ_BYTES, max(READ_BYTES, budget.limit // _REQUESTS))
     return neighbours(numbers, max(1, request_bytes // subchunk_bytes(node)))
 
 
@@ -174,26 +174,30 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
     return out
 
 
-def read_local(part: StoredSubchunks, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_local(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
     """Fill a target from a local file. Returns the number of bytes read and of bytes filled.
 
     Subchunks are read directly into the target if their bytes are contiguous there. Raises CorruptCheckpointError with
     the array and the object's key for a missing, short or altered object.
     """
     array, node, size = part.array, part.node, subchunk_bytes(part.node)
-    straight = [straight_bytes(node, part.chunk, number, box, target) for number in part.numbers]
-    need = size if any(memory is None for memory in straight) else 0
+    straight = [straight_bytes(node, part.chunk_index, number, box, target) for number in part.numbers]
+    need = size if any(data is None for data in straight) else 0
     filled = 0
-    with array.missing_is_damage(part.chunk), array.store.reader(part.key) as file, memory.take(need) as scratch:
+    with (
+        array.missing_is_damage(part.chunk_index),
+        array.store.reader(part.key) as read_at,
+        budget.take(need) as scratch,
+    ):
         for number, data in zip(part.numbers, straight, strict=True):
-            read = scratch if data is None else data
-            if _read_checked(file, part.table.begin(number), read) != part.table.checksums[number]:
+            buffer = scratch if data is None else data
+            if _read_checked(read_at, part.table.begin(number), buffer) != part.table.checksums[number]:
                 raise altered(part, number)
-            filled += size if data is not None else copy_shared(node, part.chunk, number, read, box, target)
+            filled += size if data is not None else copy_shared(node, part.chunk_index, number, buffer, box, target)
     return len(part.numbers) * (size + CRC_BYTES), filled
 
 
-def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
+def _read_checked(read_at: Reader, byte_offset: int, data: RawArray) -> int | None:
     """Fill memory with a subchunk. Returns its checksum, or None if the checksum stored behind it differs.
 
     Reads by blocks that fit into the CPU cache, so that a block's checksum is computed while it is there.
@@ -202,26 +206,26 @@ def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
         tail = [stored.data] if begin + len(block) == len(data) else []
-        file(byte_offset + begin, [block.data, *tail])
+        read_at(byte_offset + begin, [block.data, *tail])
         crc = crc32c(block, crc)
     return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
 
 
-def read_neighbours(part: StoredSubchunks, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_neighbours(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
     """Fetch, check and copy neighbouring subchunks. Returns the number of bytes fetched and of bytes filled.
 
     One request. Raises CorruptCheckpointError with the array and the object's key for a missing, short or altered
     object.
     """
     node, filled = part.node, 0
-    with fetched(part, memory) as (stored, scratch):
+    with fetched(part, budget) as (stored, scratch):
         for number, data in part.each(stored):
-            straight = straight_bytes(node, part.chunk, number, box, target)
+            straight = straight_bytes(node, part.chunk_index, number, box, target)
             if straight is not None and node.compression is not None:
                 filled += len(unpacked(part, number, data, straight))
             else:
                 elements = unpacked(part, number, data, scratch)
-                filled += copy_shared(node, part.chunk, number, elements, box, target)
+                filled += copy_shared(node, part.chunk_index, number, elements, box, target)
     return part.nbytes, filled
 
 
@@ -231,20 +235,20 @@ def unpacking_bytes(node: ArrayNode) -> int:
 
 
 @contextmanager
-def fetched(part: StoredSubchunks, memory: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
+def fetched(part: StoredSubchunks, budget: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
     """Fetch neighbouring subchunks as they are stored, unchecked. One request.
 
     Yields their bytes, and scratch memory for :func:`unpacked`. Raises CorruptCheckpointError for a missing object.
     """
     scratch = unpacking_bytes(part.node)
-    if part.array.store.is_local or memory.is_special:
-        with memory.take(part.nbytes + scratch) as taken:
+    if part.array.store.is_local or budget.is_special:
+        with budget.take(part.nbytes + scratch) as taken:
             fetch(part, taken[: part.nbytes])
             yield taken[: part.nbytes], taken[part.nbytes :]
     else:
         # The client allocates the memory of the bytes. At the end of a request it joins them to one buffer and briefly
         # has them twice. The quarter is for this, because only a few of the requests under way end at one time.
-        with memory.take(scratch, part.nbytes + part.nbytes // 4) as taken:
+        with budget.take(scratch, part.nbytes + part.nbytes // 4) as taken:
             yield fetch(part), taken
 
 
@@ -254,7 +258,7 @@ def fetch(part: StoredSubchunks, stored: RawArray | None = None) -> RawArray:
     Raises CorruptCheckpointError for a missing object.
     """
     store, begin = part.array.store, part.table.begin(part.numbers[0])
-    with part.array.missing_is_damage(part.chunk):
+    with part.array.missing_is_damage(part.chunk_index):
         if stored is None:
             return np.frombuffer(store.read(part.key, begin, part.nbytes), np.uint8)
         store.read_into(part.key, begin, stored.data)
@@ -267,7 +271,7 @@ def unpacked(part: StoredSubchunks, number: int, stored: RawArray, out: RawArray
     Without compression this is a view of ``stored``. Raises CorruptCheckpointError with the array and the object's key
     if the subchunk differs from the save.
     """
-    if not part.table.holds(number, stored):
+    if not part.table.matches(number, stored):
         raise altered(part, number)
     if part.node.compression is None:
         return stored[:-CRC_BYTES]

@@ -169,7 +169,7 @@ class StrictStore(Store):
             table, key = array.table(chunk), array.node.chunk_key(chunk)
             start, stop = _extent(byte_range, table.object_size)
             # A part of a subchunk has no checksum, so whole subchunks are read.
-            begin, end = table.whole(start, stop)
+            begin, end = table.align(start, stop)
             with array.missing_is_damage(chunk):
                 if end - begin < table.object_size:
                     stored = array.store.read(key, begin, end - begin)

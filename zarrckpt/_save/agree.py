@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
+from zarrckpt._plan.description import Description
 from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.holders import ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
@@ -122,7 +124,7 @@ class _CompareAnswer:
 
     in_detail: frozenset[bytes] = frozenset()
     """The names of the groups of ranks that are compared part by part. Other groups are compared by one digest each."""
-    only: Mapping[ReplicaPart, int] = field(default_factory=dict)
+    saved_rank: Mapping[ReplicaPart, int] = field(default_factory=dict)
     """The parts that differ, and the rank whose contents are saved."""
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The fqns of these parts, and the ranks that hold them."""
@@ -130,13 +132,29 @@ class _CompareAnswer:
     """Whether all replicas have been compared."""
 
 
+class _GroupDigest(NamedTuple):
+    """The name of a group of ranks, and a digest of the replicas that its ranks hold. 8 bytes each."""
+
+    name: bytes
+    digest: bytes
+
+    def packed(self) -> bytes:
+        """Return the digest as 16 bytes."""
+        return self.name + self.digest
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Iterator[_GroupDigest]:
+        """Yield the digests that these bytes encode."""
+        return map(cls._make, struct.iter_unpack("8s8s", data))
+
+
 @record
 class _PlanDigests(NamedTuple):
     """The digests that a rank sends after it has computed the plan."""
 
     plan: bytes
-    folds: bytes
-    """For each group of ranks with replicas, its name and a digest of these replicas, 8 bytes each."""
+    groups: bytes
+    """For each group of ranks with replicas, the packed :class:`_GroupDigest`."""
     details: Mapping[ReplicaPart, bytes]
     """One digest per part, if the round compares parts."""
 
@@ -177,6 +195,8 @@ class _Agreement(Generic[A]):
         known = _kept_plans.get(rounds.members)
         # Under a new default process group, the kept plans of the ranks may differ.
         self._last = known[1] if known is not None and known[0] is rounds.world else None
+        self._state: LocalState
+        self._description: Description
         self._plan: SavePlan
         self._rank_plan: RankPlan
         self._replicas: Replicas
@@ -201,7 +221,7 @@ class _Agreement(Generic[A]):
             if isinstance(answer, _BeginAnswer):
                 break
             compare = answer
-        if not compare.only and not self._plan.state.differing:
+        if not compare.saved_rank and not self._plan.state.differing:
             name = _name_of(gathered, options, self._plan)
             digest = self._description.digest
             kept = _KeptPlan(name, digest, options, self._plan, self._rank_plan, self._replicas, self._group_numbers)
@@ -230,15 +250,16 @@ class _Agreement(Generic[A]):
             groups = (parts for ranks, parts in self._replicas.items() if _group_name(ranks) in compare.in_detail)
             details = {part: self._state.digest(part) for parts in groups for part in parts}
             return _PlanDigests(self._plan.digest, b"", details)
-        state = gather_state(gathered, compare.only)
+        state = gather_state(gathered, compare.saved_rank)
         self._group_numbers = gathered.group_numbers(int(gathered.numbers[self._rounds.rank]))
         self._state.renumber_groups(self._group_numbers)
         self._plan = plan_save(state, options)
         self._rank_plan = self._plan.rank_plan(self._rounds.rank)
         self._replicas = state.replicas(self._rounds.rank)
         replicas = {} if compare.ended else self._replicas
-        folds = b"".join(_group_name(ranks) + self._state.fold(parts) for ranks, parts in replicas.items())
-        return _PlanDigests(self._plan.digest, folds, {})
+        digests = (_GroupDigest(_group_name(ranks), self._state.digest_of_parts(replicas[ranks])) for ranks in replicas)
+        packed = b"".join(digest.packed() for digest in digests)
+        return _PlanDigests(self._plan.digest, packed, {})
 
     # -- the coordinator
 
@@ -271,9 +292,9 @@ class _Agreement(Generic[A]):
             )
         if not compare.ended:
             if compare.in_detail:
-                only, differing = differing_parts([checked.details for checked in found])
-                return _CompareAnswer(only=only, differing=differing, ended=True)
-            if unlike := _unlike_groups([checked.folds for checked in found]):
+                saved_rank, differing = differing_parts([checked.details for checked in found])
+                return _CompareAnswer(saved_rank=saved_rank, differing=differing, ended=True)
+            if unlike := _unlike_groups([checked.groups for checked in found]):
                 return _CompareAnswer(in_detail=unlike)
         contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
         _refuse_numbered(gathered, contents)
@@ -292,16 +313,16 @@ def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
     """
     balance = 0
     for ranks, parts in replicas.items():
-        digest = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=8).digest()
+        digest = hashlib.blake2b(_group_name(ranks) + state.digest_of_parts(parts), digest_size=8).digest()
         positions = np.frombuffer(ranks, np.int64)
         balance += int.from_bytes(digest, "little") * (1 - len(positions) if positions[0] == rank else 1)
     return balance % _PRIME
 
 
-def _unlike_groups(folds: Iterable[bytes]) -> frozenset[bytes]:
+def _unlike_groups(packed: Iterable[bytes]) -> frozenset[bytes]:
     """Return the names of the groups of ranks whose replicas differ."""
-    distinct = {own[begin : begin + 16] for own in folds for begin in range(0, len(own), 16)}
-    return frozenset(name for name, count in Counter(fold[:8] for fold in distinct).items() if count > 1)
+    distinct = {digest for own in packed for digest in _GroupDigest.unpacked(own)}
+    return frozenset(name for name, count in Counter(digest.name for digest in distinct).items() if count > 1)
 
 
 def differing_parts(
@@ -315,12 +336,12 @@ def differing_parts(
     for rank, own in enumerate(details):
         for part, digest in own.items():
             found.setdefault(part, {})[rank] = digest
-    only, differing = {}, dict[str, set[int]]()
+    saved_rank, differing = {}, dict[str, set[int]]()
     for part, digests in found.items():
         if len({*digests.values()}) > 1:
-            only[part] = min(digests)
+            saved_rank[part] = min(digests)
             differing.setdefault(part[0], set()).update(digests)
-    return only, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
+    return saved_rank, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
 def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:

@@ -68,7 +68,7 @@ def _own_blobs(agreed: AgreedPlan[None]) -> list[ArrayNode]:
     Raises UnsupportedValueError if a value cannot be saved.
     """
     paths = agreed.rank_plan.object_paths.items()
-    stored = ((path, encode_value(agreed.state, fqn).stored(fqn)) for fqn, path in paths)
+    stored = ((path, encode_value(agreed.state, fqn).blob_to_store(fqn)) for fqn, path in paths)
     return [blob_node(path, len(blob.payload)) for path, blob in stored if blob is not None]
 
 

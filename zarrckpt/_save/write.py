@@ -22,7 +22,7 @@ from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._format.wire import record
-from zarrckpt._jobs import run_jobs
+from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
 from zarrckpt._ranks.errors import StoppedError
@@ -75,8 +75,8 @@ class _Written:
     sizes: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, node: ArrayNode, cell: Ints, encoder: ChunkEncoder) -> None:
-        self.chunks.append(node.grid.chunk_number(cell))
+    def add(self, node: ArrayNode, chunk_index: Ints, encoder: ChunkEncoder) -> None:
+        self.chunks.append(node.grid.chunk_number(chunk_index))
         self.checksums.extend(encoder.checksums)
         if node.compression is not None:
             self.sizes.extend(encoder.sizes)
@@ -94,9 +94,9 @@ Results = Mapping[str, ObjectResult | ArrayResult]
 class PieceElements:
     """The elements of a chunk that has several pieces: items of this rank, and pieces that other ranks sent."""
 
-    def __init__(self, chunk: Box, pieces: Sequence[ChunkPiece], items: Items, received: Received) -> None:
-        self.shape = chunk.shape
-        self._origin = np.array(chunk.offset, np.int64)
+    def __init__(self, chunk_box: Box, pieces: Sequence[ChunkPiece], items: Items, received: Received) -> None:
+        self.shape = chunk_box.shape
+        self._origin = np.array(chunk_box.offset, np.int64)
         self._pieces = pieces
         self._items = items
         self._received = received
@@ -142,8 +142,8 @@ class PieceElements:
                 self._memory[index] = self._items.view(piece.item, piece.box)
             else:
                 data = self._received[index]
-                cells = data.view(raw_dtype(len(data) // piece.box.size)).reshape(piece.box.shape)
-                self._memory[index] = cells
+                elements = data.view(raw_dtype(len(data) // piece.box.size)).reshape(piece.box.shape)
+                self._memory[index] = elements
         return self._memory[index]
 
 
@@ -164,6 +164,7 @@ class RankWriter:
         self._plan = plan
         self._source = source
         self._items = Items(plan, source)
+        self._budget: BytesBudget
         # If pieces move between ranks, the exchange uses the other half.
         limit = request.options.max_inflight_bytes
         self._limit = max(1, limit // 2 if plan.bundles else limit)
@@ -205,7 +206,7 @@ class RankWriter:
             self.could_remove = False
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
-        self._memory = transfer_memory(self._limit, self._items.prepare())
+        self._budget = transfer_memory(self._limit, self._items.prepare())
         bundles = self._plan.bundles.values()
         chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
@@ -213,13 +214,12 @@ class RankWriter:
         # Write values first, so that a value that cannot be saved raises before tensors are written.
         paths = self._plan.object_paths
         written = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
-        concurrency = self._store.useful_concurrency
         if channel is None:
             small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._plan.documents) <= 2
-            run_jobs(self._jobs(), 1 if small and self._store.is_local else concurrency)
+            run_jobs(self._jobs(), 1 if small and self._store.is_local else self._store.useful_concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run_jobs(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
+            run_jobs(self._jobs(), self._store.useful_concurrency, drawn_here=True, stopping=self._exchange.stop)
         self._store.sync(self._keys)
         return {
             **dict(zip(paths, written, strict=True)),
@@ -240,12 +240,12 @@ class RankWriter:
         # Put the largest chunks first, so that no large one runs alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
-        some = self._store.useful_concurrency()
+        threads = self._store.useful_concurrency()
         # The first chunks are encoded while documents are put.
-        yield from itertools.islice(own, some // 2)
+        yield from itertools.islice(own, threads // 2)
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
-        yield from itertools.islice(own, some)
+        yield from itertools.islice(own, threads)
         if self._exchange is not None:
             for chunks in self._exchange.bundles():
                 while chunks:
@@ -254,19 +254,19 @@ class RankWriter:
                     nbytes = self._exchange.received_bytes(chunk)
                     yield self._exchange.counted(nbytes, partial(self._put_chunk, chunk, received))
                     del received
-                yield from itertools.islice(own, some)
+                yield from itertools.islice(own, threads)
         yield from own
 
     def _chunk_bytes(self, chunk: ChunkPlan) -> int:
         node = self._plan.arrays[chunk.fqn]
-        return node.grid.chunk_box(chunk.cell).size * node.dtype.itemsize
+        return node.grid.chunk_box(chunk.chunk_index).size * node.dtype.itemsize
 
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
         elements = self._elements(node, chunk, received)
-        encoder = self._put_elements(node, chunk.cell, elements)
+        encoder = self._put_elements(node, chunk.chunk_index, elements)
         with self._lock:
-            self._written[chunk.fqn].add(node, chunk.cell, encoder)
+            self._written[chunk.fqn].add(node, chunk.chunk_index, encoder)
             self._done += math.prod(elements.shape) * node.dtype.itemsize
             self._report_alive()
             if self._progress is not None:
@@ -278,11 +278,11 @@ class RankWriter:
             memory = self._items.view(item, chunk.pieces[0].box)
             if memory is not None:
                 return ArrayElements(memory)
-        return PieceElements(node.grid.chunk_box(chunk.cell), chunk.pieces, self._items, received)
+        return PieceElements(node.grid.chunk_box(chunk.chunk_index), chunk.pieces, self._items, received)
 
-    def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
-        key = self._record_key(join(self._tree, node.chunk_key(cell)))
-        return put_chunk(self._store, key, node, elements, self._memory)
+    def _put_elements(self, node: ArrayNode, chunk_index: Ints, elements: Elements) -> ChunkEncoder:
+        key = self._record_key(join(self._tree, node.chunk_key(chunk_index)))
+        return put_chunk(self._store, key, node, elements, self._budget)
 
     def _put_document(self, path: str, document: bytes) -> None:
         self._store.put_parts(self._record_key(join(self._tree, path, NODE)), lambda: [[document]])
@@ -295,16 +295,16 @@ class RankWriter:
 
     def _write_object(self, fqn: str, path: str) -> ObjectResult:
         encoded = encode_value(self._source, fqn)
-        blob = encoded.stored(fqn)
+        blob = encoded.blob_to_store(fqn)
         if blob is None:
             return ObjectResult(value=ValueEntry(path, encoded.json))
         payload = np.frombuffer(blob.payload, np.uint8)
         node = blob_node(path, len(payload))
         written = _Written()
-        for chunk in node.grid.chunks_of(node.grid.whole):
-            elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
-            encoder = self._put_elements(node, chunk, elements)
-            written.add(node, chunk, encoder)
+        for chunk_index in node.grid.chunks_of(node.grid.whole):
+            elements = ArrayElements(payload[node.grid.chunk_box(chunk_index).slices()])
+            encoder = self._put_elements(node, chunk_index, elements)
+            written.add(node, chunk_index, encoder)
         self._put_document(path, node.document_bytes())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 

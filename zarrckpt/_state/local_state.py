@@ -93,7 +93,7 @@ class LocalState:
         found = self.value(fqn) if offset is None else self._tensor(fqn, offset)
         return content_digest(fqn, found) or b""
 
-    def fold(self, parts: Iterable[ReplicaPart]) -> bytes:
+    def digest_of_parts(self, parts: Iterable[ReplicaPart]) -> bytes:
         """Return a digest of 8 bytes of several parts."""
         digest = hashlib.blake2b(digest_size=8)
         for part in parts:

@@ -133,9 +133,9 @@ class CopiedTensor:
         """The raw numpy type of the elements to copy."""
         return raw_dtype(self._saved.itemsize)
 
-    def __setitem__(self, region: tuple[slice, ...], cells: RawArray, /) -> None:
+    def __setitem__(self, region: tuple[slice, ...], elements: RawArray, /) -> None:
         """Convert and copy the elements of one part. The copy is complete on return."""
-        plain = np.require(cells, requirements=["C", "A", "W"])
+        plain = np.require(elements, requirements=["C", "A", "W"])
         part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
         if self._tensor.dtype == torch.float8_e4m3fn and not part.is_complex():
             # As torch 2.13 does on CPUs: the result must not depend on the version or the device.
