@@ -439,15 +439,14 @@ def slowly(state: dict[str, Any], seconds: float) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:.*pickle.*:UserWarning")
 @pytest.mark.parametrize("background", [True, False])
 def test_a_running_save_ends_before_the_preemption_save(tmp_path: Path, background: bool) -> None:
-    with managed(tmp_path, signals=("SIGUSR1",), save_every=2, background=background) as manager:
-        manager.step(1, {})
-        under_way = manager.step(2, slowly({"w": torch.ones(3)}, 0.5))
+    with managed(tmp_path, signals=("SIGUSR1",), save_every=1000, background=background) as manager:
+        under_way = manager.step(1000, slowly({"w": torch.ones(3)}, 0.5))
         assert under_way is not None and under_way.done() != background
         under_way.copied(10)
         os.kill(os.getpid(), signal.SIGUSR1)
-        stopped = trained(manager, {"w": torch.ones(3)}, 3)
+        stopped = trained(manager, {"w": torch.ones(3)}, 1001)
         assert under_way.done()
-    assert manager.steps() == [2, stopped]
+    assert manager.steps() == [1000, stopped]
 
 
 @pytest.mark.filterwarnings("ignore:.*pickle.*:UserWarning")
