@@ -1,10 +1,9 @@
-"""Private names of the package that many tests use, so that each is imported in one place."""
+"""Private names of the package that many tests use, so that each is imported in one place. Torch is not needed."""
 
 # ruff: noqa: F401
 
 from __future__ import annotations
 
-from zarrckpt._dcp import channel
 from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
 from zarrckpt._format.documents import ArrayNode, parse_array
 from zarrckpt._format.dtypes import DTYPES, DType, by_name, by_torch_name
@@ -14,16 +13,8 @@ from zarrckpt._jobs import BytesBudget, in_thread, run_jobs
 from zarrckpt._ops.recover import examine
 from zarrckpt._plan import owners
 from zarrckpt._plan.all_descriptions import AllDescriptions
-from zarrckpt._ranks import links
-from zarrckpt._ranks.call_group import CallGroup
-from zarrckpt._ranks.errors import LostPeerError
-from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.pieces import Handle, MessageChannel
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import StoredArray
-from zarrckpt._save import agree
-from zarrckpt._save.steps import RankSave
-from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Buffer, ObjectInfo, Store, StoreSpec, VersionedObject, join_url, open_store
 from zarrckpt._store._base import Listing
 from zarrckpt._store._local import LocalStore

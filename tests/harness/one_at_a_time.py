@@ -21,7 +21,8 @@ import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.steps
-from harness.internals import Buffer, Listing, LocalState, ObjectInfo, RankSave, Store, VersionedObject
+from harness.internals import Buffer, Listing, ObjectInfo, Store, VersionedObject
+from harness.torch_internals import LocalState, RankSave
 from zarrckpt import ObjectNotFoundError, StorageError, _jobs
 from zarrckpt._commit import attempts, marker
 from zarrckpt._commit.stored_documents import parse_root_document

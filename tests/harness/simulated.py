@@ -34,7 +34,8 @@ import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
-from harness.internals import Listing, ObjectInfo, Ranks, Store, StoreSpec, VersionedObject, agree, in_thread
+from harness.internals import Listing, ObjectInfo, Store, StoreSpec, VersionedObject, in_thread
+from harness.torch_internals import Ranks, agree
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
 from zarrckpt._format import wire

@@ -24,19 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.internals import (
-    Catalog,
-    Handle,
-    LostPeerError,
-    MessageChannel,
-    StoredArray,
-    StoreSpec,
-    links,
-    max_stored_subchunk_bytes,
-)
+from harness.internals import Catalog, StoredArray, StoreSpec, max_stored_subchunk_bytes
 from harness.ranks import RankError, all_ranks_raise, idle_meshes, run_ranks
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
+from harness.torch_internals import Handle, LostPeerError, MessageChannel, links
 from harness.uneven_states import distributed, fsdp_tp, full, held_of
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException

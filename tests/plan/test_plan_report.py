@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import Catalog, MessageChannel, StoreSpec, agree, owners
+from harness.internals import Catalog, StoreSpec, owners
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
+from harness.torch_internals import MessageChannel, agree
 from harness.uneven_states import distributed, full, sharded, uneven_state
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards

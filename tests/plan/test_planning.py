@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import ROOT, large_models
-from harness.internals import AllDescriptions, Box, agree, intersect
+from harness.internals import AllDescriptions, Box, intersect
 from harness.ranks import run_ranks
 from harness.simulated import kept, memory_store, simulate
+from harness.torch_internals import agree
 from harness.uneven_states import fsdp_tp, full, mesh_of, sharded
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor

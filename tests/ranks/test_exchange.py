@@ -26,20 +26,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.internals import (
-    Buffer,
-    CallGroup,
-    Handle,
-    LocalStore,
-    LostPeerError,
-    MessageChannel,
-    channel,
-    links,
-    owners,
-)
+from harness.internals import Buffer, LocalStore, owners
 from harness.memory_peaks import peak_of, traced_peak_of
 from harness.ranks import context, idle_meshes, run_ranks
 from harness.simulated import MemoryStore, memory_store
+from harness.torch_internals import CallGroup, Handle, LostPeerError, MessageChannel, channel, links
 from harness.uneven_states import (
     clear,
     differing,

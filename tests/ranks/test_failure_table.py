@@ -16,8 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import LocalState, RankSave
 from harness.ranks import all_ranks_raise, context, run_ranks
+from harness.torch_internals import LocalState, RankSave
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import agree
 from harness.models import make_run
 from harness.ranks import idle_meshes, run_ranks
+from harness.torch_internals import agree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import CallGroup, Ranks
 from harness.ranks import context, run_ranks
+from harness.torch_internals import CallGroup, Ranks
 
 from zarrckpt import CheckpointError, KeyMismatchError, StorageError
 from zarrckpt._ranks import call_group, joining, links, mesh

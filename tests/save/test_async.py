@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import LocalState
 from harness.models import make_run, same, snapshot
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.store_servers import S3Place
+from harness.torch_internals import LocalState
 from harness.uneven_states import clear, differing, mesh_of, sharded, uneven_state
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh

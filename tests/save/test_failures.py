@@ -23,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.internals import links
 from harness.ranks import run_ranks
 from harness.store_servers import S3Place
+from harness.torch_internals import links
 from harness.uneven_states import clear, differing, held_of, opens, uneven_state
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
