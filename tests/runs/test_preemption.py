@@ -208,6 +208,15 @@ def test_a_later_handler_stays(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt. A shell starts its background jobs with SIGINT ignored."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_manager_closed_in_a_thread_restores_the_signal(tmp_path: Path) -> None:
     manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGINT",), options=FAST)
     thread = threading.Thread(target=manager.close)
@@ -258,6 +267,7 @@ def test_a_signal_while_it_closes_does_not_end_the_last_save(tmp_path: Path, cap
     assert "step 1" in caplog.records[-1].getMessage() and caplog.records[-1].levelno == logging.WARNING
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path) -> None:
     with held_commit(tmp_path) as released:
         manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGUSR1",), save_every=1, options=FAST)
