@@ -131,21 +131,29 @@ def test_objects_of_a_save_that_fails_before_the_root_are_removed(by_dcp: bool, 
     assert number > 10 and zarrckpt.open(place.url)["step"] == 2
 
 
+class LostAnswer:
+    """A rule of FaultyStore: the put of the root fails, and so does each read that would find out."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.sent = False
+        """Whether the put was made."""
+
+    def __call__(self, call: Call) -> Fault | None:
+        if call.key == ROOT and call.verb == "create":
+            self.sent = True
+            return self.fault
+        return FAIL if self.sent and call.verb == "get" else None
+
+
 @pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
 def test_no_object_is_removed_after_the_root_was_sent(fault: Fault, tmp_path: Path) -> None:
     """The answer to the put is lost, and the read that would find out fails."""
-    sent = []
-
-    def rule(call: Call) -> Fault | None:
-        if call.key == ROOT and call.verb == "create":
-            sent.append(call)
-            return fault
-        return FAIL if sent and call.verb == "get" else None
-
+    rule = LostAnswer(fault)
     store = FaultyStore(tmp_path / "a", rule)
     with pytest.raises(zarrckpt.StorageError):
         zarrckpt.save(state(1), store)
-    assert sent and not [call for call in store.calls if call.verb == "delete"]
+    assert rule.sent and not [call for call in store.calls if call.verb == "delete"]
     assert held(Place(str(tmp_path / "a"))) == (1 if fault is FAIL_AFTER else None)
     report = zarrckpt.recover(tmp_path / "a")
     assert len(report.kept) == (0 if fault is FAIL_AFTER else 1) and report.objects == 0
@@ -285,15 +293,7 @@ def test_one_rank_that_fails(ranks: int, failing: int, small: bool, tmp_path: Pa
 
 
 def _lose_the_answer(url: str, fault: Fault) -> list[str]:
-    sent = []
-
-    def rule(call: Call) -> Fault | None:
-        if call.key == ROOT and call.verb == "create":
-            sent.append(call)
-            return fault
-        return FAIL if sent and call.verb == "get" else None
-
-    store = FaultyStore(url, rule)
+    store = FaultyStore(url, LostAnswer(fault))
     try:
         zarrckpt.save(_state(1), store)
     except zarrckpt.StorageError:

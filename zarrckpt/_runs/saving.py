@@ -78,7 +78,6 @@ class StepSaver:
     def save(self, given: StepState) -> SaveFuture:
         """Save a step after the end of the last save, whose error is raised. A step is not saved twice."""
         if (saved := self.future_of(given.step)) is not None:
-            # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
             wait_unreported(saved)
             if not _failed(saved):
                 return saved

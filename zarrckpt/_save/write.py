@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,7 +266,7 @@ class RankWriter:
         encoder = self._put_elements(node, chunk.chunk_index, elements)
         with self._lock:
             self._written[chunk.fqn].add(node, chunk.chunk_index, encoder)
-            self._done += math.prod(elements.shape) * node.dtype.itemsize
+            self._done += self._chunk_bytes(chunk)
             self._report_alive()
             if self._progress is not None:
                 self._progress(self._done, self._total)
