@@ -24,7 +24,7 @@ from zarrckpt._errors import StorageError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import ByteCounter, Progress
-from zarrckpt._ranks.group import wrap_foreign_errors
+from zarrckpt._ranks.errors import wrap_foreign_errors
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths

@@ -165,7 +165,11 @@ class ZarrStorageReader(StorageReader):
                 f"{min(saves)[:8]}, others {max(saves)[:8]}. Nothing was loaded. Load again"
             )
         shares: dict[int, Shares] = {rank: {} for rank in range(len(plans))}
-        if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
+        if (
+            len(plans) > 1
+            and self._catalog is not None
+            and self._options.shares_reads(is_local=self._catalog.store.is_local)
+        ):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:

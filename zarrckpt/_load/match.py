@@ -73,7 +73,7 @@ class StateMatch:
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
-        requested = sources.without_others(filter(select, entries))
+        requested = sources.drop_other_names(filter(select, entries))
         containers.fit(flat, paths, selected, entries, requested, saved.paths)
         self.missing = sorted(selected.keys() - entries.keys())
         """The names of targets that the checkpoint lacks."""
@@ -97,9 +97,9 @@ class StateMatch:
         for fqn in self.loaded:
             self.leaves[fqn] = to_local_boxes(fqn, self._target(fqn, self._selected[fqn]))
 
-    def take(self, names: Iterable[str]) -> None:
+    def add_offered(self, names: Iterable[str]) -> None:
         """Add offered entries of :attr:`containers` to the entries to load. Call it after :meth:`check`."""
-        for fqn, path in self.containers.take(names).items():
+        for fqn, path in self.containers.accept(names).items():
             self._selected[fqn], self.paths[fqn] = None, path
             self.leaves[fqn] = self._target(fqn, None)
         self.loaded = sorted(self.leaves)

@@ -162,14 +162,14 @@ class RebuiltContainers:
             found = found or self._containers.get(stem)
         return found
 
-    def take(self, names: Iterable[str]) -> dict[str, StatePath]:
-        """Mark offered names as loaded, and return their paths in the state."""
-        taken = {name: self.offered[name] for name in names if name in self.offered}
-        for name in taken:
+    def accept(self, names: Iterable[str]) -> dict[str, StatePath]:
+        """Mark those of the names that were offered as loaded, and return their paths in the state."""
+        accepted = {name: self.offered[name] for name in names if name in self.offered}
+        for name in accepted:
             container = self._container_of(name)
             assert container is not None
             container.changed = True
-        return taken
+        return accepted
 
     def is_rebuilt(self, name: str) -> bool:
         """Whether an entry belongs to a container that :meth:`put` rebuilds."""
@@ -308,7 +308,7 @@ class _ContainerMatch:
                 if isinstance(position, int):
                     items.setdefault(stem, []).append((position, name, path))
             elif gets_keys:
-                self._note(name, path, offered=not self._all.sources.is_own(name))
+                self._note(name, path, offered=not self._all.sources.is_chosen(name))
         for stem, found in items.items():
             self._add_items(stem, found)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from zarrckpt._errors import CheckpointError, log
+from zarrckpt._ranks.calls import call_on_all
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import is_ending, start_thread
 from zarrckpt._ranks.rounds import Rounds, open_rounds
@@ -179,7 +180,7 @@ class Preemption:
                 raise _Noticed(self._reason)
 
         try:
-            rounds.merge("a notice of pre-emption", wait, lambda _: None, self._woken.set)
+            call_on_all(rounds, "a notice of pre-emption", wait, self._woken.set)
             return False
         except _Noticed:
             return True
@@ -194,14 +195,17 @@ class Preemption:
             self.noticed = self.noticed or time.monotonic()
         ahead = 1
         while True:
-            steps: list[int | None] = rounds.merge("the current steps", self._step, list)
+            steps: list[int | None] = rounds.merge(
+                "the current steps", on_each_rank=self._open_step, on_coordinator=list
+            )
             known = [step for step in steps if step is not None]
             if len(known) < len(steps):
                 raise CheckpointError(
                     f"{self._run}: a rank has closed its manager, so no step can be saved on all ranks before "
                     "pre-emption. The newest checkpoint is the last committed one"
                 )
-            if rounds.merge("a step to save", partial(self._promise, max(known) + ahead), all):
+            proposed = max(known) + ahead
+            if rounds.merge("a step to save", on_each_rank=partial(self._promise, proposed), on_coordinator=all):
                 with self._changed:
                     self._agreed = True
                     self._changed.notify_all()
@@ -209,7 +213,8 @@ class Preemption:
             # Steps are short, and a rank has reached that step in the meantime.
             ahead *= 2
 
-    def _step(self) -> int | None:
+    def _open_step(self) -> int | None:
+        """Return this rank's current step, or None if it is closed."""
         with self._changed:
             return None if self._closed else self._current
 

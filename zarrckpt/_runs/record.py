@@ -101,13 +101,13 @@ class Ownership:
         """Held while the record changes, because the thread that deletes checkpoints changes it too."""
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether this job has taken over the run."""
         return self._record is not None
 
     @property
     def record(self) -> RunRecord:
-        """The record that this job has put. Only after :meth:`take`."""
+        """The record that this job has put. Only after :meth:`take_over`."""
         assert self._record is not None
         return self._record
 
@@ -125,7 +125,7 @@ class Ownership:
         except CorruptCheckpointError as err:
             raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job creates a new one") from err
 
-    def take(
+    def take_over(
         self,
         known: RunRecord | None,
         inherited: str,
@@ -151,11 +151,11 @@ class Ownership:
         """
         run_id = known.run_id if known is not None else inherited or new_id()
         pin = pin_id_of(f"{run_id} {self._store.url}") if source else ""
-        left = ("", "") if known is None else (known.source, known.pin)
-        if left[1] and left != (source, pin):
-            _warn_of_pin(self._store, *left)
-        if not begins and left != (source, pin):
-            source = pin = ""
+        if known is None or (known.source, known.pin) != (source, pin):
+            if known is not None and known.pin:
+                _warn_of_pin(self._store, known.source, known.pin)
+            if not begins:
+                source = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
         committed = committed or (known is not None and known.committed)
         own = RunRecord(run_id, new_id(), host, now(), self._keep, source, pin, committed)
@@ -181,8 +181,8 @@ class Ownership:
                 self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
                 self._record = own
 
-    def note_commit(self) -> None:
-        """Record that a checkpoint of the run was committed. Two requests, at the first commit of a run.
+    def record_first_commit(self) -> None:
+        """Record that a checkpoint of the run was committed. Two requests at the first commit of a run, then none.
 
         The put is conditional, because another job may take over the run at the same time. If it fails, the next commit
         tries again.

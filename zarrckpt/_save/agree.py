@@ -203,20 +203,24 @@ class _Agreement(Generic[A]):
         self._group_numbers: GroupNumbers
 
     def reach(self) -> AgreedPlan[A]:
-        first = self._rounds.merge("the digests of their states", self._hello, self._answer_to_hellos)
+        first = self._rounds.merge(
+            "the digests of their states", on_each_rank=self._hello, on_coordinator=self._answer_to_hellos
+        )
         if isinstance(first, _BeginAnswer):
             assert self._last is not None
             return AgreedPlan(self._state, self._last.plan, self._last.rank_plan, first.attempt)
         packed, options = self._rounds.merge(
-            "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
+            "the descriptions of their states",
+            on_each_rank=partial(self._requested_description, first),
+            on_coordinator=self._answer_to_descriptions,
         )
         gathered = AllDescriptions.from_packed(packed, first.numbers, self._rounds.members)
         compare = _CompareAnswer()
         while True:
             answer = self._rounds.merge(
                 "their plans",
-                partial(self._compute_plan, gathered, options, compare),
-                partial(self._answer_to_plans, gathered, compare),
+                on_each_rank=partial(self._compute_plan, gathered, options, compare),
+                on_coordinator=partial(self._answer_to_plans, gathered, compare),
             )
             if isinstance(answer, _BeginAnswer):
                 break
@@ -240,7 +244,7 @@ class _Agreement(Generic[A]):
         balance = _balance(self._state, self._last.replicas, self._rounds.rank)
         return _Hello(digest, self._last.name, balance).packed()
 
-    def _described(self, request: DescriptionRequest) -> tuple[str, bytes] | None:
+    def _requested_description(self, request: DescriptionRequest) -> tuple[str, bytes] | None:
         """Return the version that packed the description, and the description, if this rank is to send it."""
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in request.senders else None

@@ -176,7 +176,7 @@ class _Saver:
         """
         try:
             # Take state dicts in this thread, because they may need collectives.
-            plain = objects.for_save(state).state
+            plain = objects.convert_for_save(state).state
             if in_background:
                 return partial(self._stager.stage, plain, keep=keep, streams=streams_in_use())
             copied = self._stager.stage(plain, keep=keep)
@@ -271,10 +271,10 @@ def async_save(
     the future for its error, the next call logs it (logger ``zarrckpt``). At the end of the process it is logged and
     written to stderr as one line, and the exit status does not change. The save cannot be cancelled.
     """
-    objects.refuse_swapped(state, url, "async_save")
-    ranks = Ranks(process_group, no_dist)
+    objects.refuse_swapped_arguments(state, url, "async_save")
+    ranks = Ranks(process_group, no_dist=no_dist)
     if no_dist:
-        objects.refuse_objects_of_ranks(state)
+        objects.refuse_collective_objects(state)
     request = SaveRequest.from_arguments(
         url,
         options,

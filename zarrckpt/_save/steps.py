@@ -48,9 +48,9 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
         channel = rounds.channel() if plan.moves else None
         report = rounds.merge(
             "what they have written",
-            lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
-            partial(save.finish, plan.layout),
-            save.stop,
+            on_each_rank=lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
+            on_coordinator=partial(save.finish, plan.layout),
+            stop=save.stop,
         )
         return _commit_together(rounds, save, attempt, report)
     except BaseException:
@@ -66,7 +66,7 @@ def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, repor
     try:
         return call_on_coordinator(rounds, "the commit", partial(save.commit, report))
     except CheckpointError:
-        if rounds.rank and not rounds.error_is_shared and save.is_committed(attempt.save_id):
+        if rounds.rank != 0 and not rounds.error_is_shared and save.is_committed(attempt.save_id):
             return report
         raise
 

@@ -23,7 +23,7 @@ from zarrckpt._state.digests import content_digest, is_compared, is_parameter_li
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.group_options import ParameterNames
 from zarrckpt._state.local_boxes import LocalBoxes, local_tensors, to_local_boxes
-from zarrckpt._state.objects import for_save
+from zarrckpt._state.objects import convert_for_save
 from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor
@@ -56,7 +56,7 @@ class LocalState:
     @classmethod
     def from_user_state(cls, state: Mapping[Any, Any]) -> LocalState:
         """Return the local state of a state with modules and other objects. Raises UnsupportedValueError."""
-        return cls.from_plain_state(for_save(state).state)
+        return cls.from_plain_state(convert_for_save(state).state)
 
     @classmethod
     def from_plain_state(cls, plain: Mapping[Any, Any]) -> LocalState:
