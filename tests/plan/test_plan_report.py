@@ -80,7 +80,7 @@ def files(url: str) -> tuple[int, int]:
 def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
     """Check the bytes per rank with the table of writers: elements as reported, stored bytes as saved."""
     catalog = Catalog(StoreSpec(url))
-    writers = catalog.writers()
+    writers = catalog.writers_by_path()
     elements, stored = Counter[int](), Counter[int]()
     for node in catalog.root.tensors.values():
         for index in node.grid.chunks_of(

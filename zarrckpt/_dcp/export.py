@@ -70,7 +70,7 @@ def to_dcp(
     paths, target = export_paths(part, strip), local_path(folder)
     target = target.rstrip("/") or target
     for fqn in tensors:
-        catalog.refuse_unbacked_size(catalog.root.tensors[fqn])
+        catalog.refuse_implausible_size(catalog.root.tensors[fqn])
     _refuse_foreign(target, overwrite)
     # One third each for data that is read, for data in transfer, and for DCP's copies.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), ByteCounter(tensors.nbytes, progress))

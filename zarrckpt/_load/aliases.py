@@ -204,9 +204,9 @@ def _same_checksums(catalog: Catalog, a: TensorTarget, b: TensorTarget) -> bool:
     if (node.grid, node.dtype, node.compression) != (other.grid, other.dtype, other.compression):
         return False
     for one in nodes:
-        catalog.refuse_more_chunks_than_checksums(one)
+        catalog.refuse_too_many_chunks(one)
     with catalog.explaining_damage():
-        stored = [catalog.stored(one) for one in nodes]
+        stored = [catalog.stored_array(one) for one in nodes]
     for chunk in node.grid.chunks_of(a.box):
         numbers = subchunks_in(node.grid, chunk, a.box)
         mine, theirs = (one.table(chunk).checksums[numbers] for one in stored)

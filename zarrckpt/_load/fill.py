@@ -22,10 +22,10 @@ from zarrckpt._read.chunks import (
     Job,
     StoredSubchunks,
     fetch,
-    fetched,
+    fetch_in_budget,
     request_ranges,
     subchunks_in,
-    unpacked,
+    unpack,
     unpacking_bytes,
 )
 from zarrckpt._state.tensors import CopiedTensor, can_view, raw_view, target_fault, torch_dtype, transfer_memory
@@ -109,14 +109,14 @@ class TensorReads:
             if self._stopped:
                 raise StoppedError
             node = self._catalog.root.tensors[fqn]
-            self._catalog.refuse_more_chunks_than_checksums(node)
+            self._catalog.refuse_too_many_chunks(node)
             wanting: dict[Ints, list[_FillTarget]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):
                     wanting.setdefault(chunk, []).append(target)
             if not wanting:
                 continue
-            stored = self._catalog.stored(node)
+            stored = self._catalog.stored_array(node)
             for chunk, those in wanting.items():
                 if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
                     for job in stored.chunk_jobs(chunk, those[0].box, those[0].memory, self._budget):
@@ -136,15 +136,15 @@ class TensorReads:
     def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_FillTarget]]) -> None:
         """Fetch consecutive subchunks, and copy each to the targets that need it."""
         part = self._part(subchunks)
-        with fetched(part, self._budget) as (stored, scratch):
+        with fetch_in_budget(part, self._budget) as (stored, scratch):
             self._count(len(stored), 0)
             for number, one in part.each(stored):
-                elements = unpacked(part, number, one, scratch)
+                elements = unpack(part, number, one, scratch)
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
     def _part(self, subchunks: SubchunkRange) -> StoredSubchunks:
-        array = self._catalog.stored(self._catalog.root.tensors[subchunks.fqn])
+        array = self._catalog.stored_array(self._catalog.root.tensors[subchunks.fqn])
         return StoredSubchunks(array, subchunks.chunk, subchunks.numbers, array.table(subchunks.chunk))
 
     def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _FillTarget) -> None:
@@ -226,7 +226,7 @@ class TensorReads:
         begins = [0] * len(packs)
         with self._budget.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
-                elements = unpacked(part, number, one, scratch)
+                elements = unpack(part, number, one, scratch)
                 for target in targets:
                     self._copy(part, number, elements, target)
                 for index, (box, out) in enumerate(packs):

@@ -1,10 +1,9 @@
-"""Entries of an open checkpoint as a mapping. Functions on checkpoints accept it, or the url of one. No torch."""
+"""Entries of an open checkpoint as a mapping, the base class of ``Checkpoint``. No torch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from zarrckpt._errors import KeyMismatchError
@@ -18,11 +17,14 @@ if TYPE_CHECKING:
     import numpy as np
     import zarr
 
+    from zarrckpt._read.zarr_view import StrictStore
+
 
 class Selection(Mapping[str, Any]):
-    """All or some entries of an open checkpoint, with their names and arrays.
+    """All or some entries of an open checkpoint, by name.
 
-    The base of :class:`Checkpoint`, for modules in lower layers than its methods.
+    The base class of :class:`Checkpoint`. Modules that Checkpoint's methods call use this class, because they cannot
+    import :class:`Checkpoint`.
     """
 
     __eq__ = object.__eq__  # Mapping would read and compare all values.
@@ -32,6 +34,8 @@ class Selection(Mapping[str, Any]):
         self._catalog = catalog
         self._allow_pickle = allow_pickle
         self._names = dict.fromkeys(catalog.root.entries if names is None else names)
+        self._opened_zarr_store: StrictStore | None = None
+        """The store of the zarr arrays, from the first array on. Later parts share it."""
 
     @property
     def url(self) -> str:
@@ -80,8 +84,7 @@ class Selection(Mapping[str, Any]):
 
     def _part(self, names: Iterable[str]) -> Self:
         part = type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
-        if "_zarr_store" in self.__dict__:
-            part.__dict__["_zarr_store"] = self._zarr_store
+        part._opened_zarr_store = self._opened_zarr_store
         return part
 
     def __getitem__(self, fqn: str) -> Any:
@@ -125,11 +128,12 @@ class Selection(Mapping[str, Any]):
         another shape or dtype (all are listed). Raises TypeError and ValueError for memory that is not writable.
         Raises CorruptCheckpointError and CheckpointReplacedError, after which the contents of ``out`` are undefined.
         """
-        names = (self.tensors if out is None else out) if keys is None else [keys] if isinstance(keys, str) else keys
-        wanted = list(dict.fromkeys(names))
-        for fqn in wanted:
+        if keys is None:
+            keys = self.tensors if out is None else out
+        names = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
+        for fqn in names:
             self._check_tensor(fqn)
-        return read_arrays(self._catalog, wanted, max_inflight_bytes, progress, out)
+        return read_arrays(self._catalog, names, max_inflight_bytes, progress, out)
 
     def _check_entry(self, fqn: str) -> None:
         """Raise KeyMismatchError if there is no entry with this name."""
@@ -148,18 +152,19 @@ class Selection(Mapping[str, Any]):
         from zarr.storage import StorePath
 
         root = self._catalog.root
-        self._catalog.refuse_unbacked_size(root.tensors[fqn])
+        self._catalog.refuse_implausible_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
-        # Built from the root's consolidated metadata, without a request.
+        # Built from the root document, without a request.
         document: Any = copy.deepcopy(node.document())
-        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
+        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store(), node.path)))
 
-    @cached_property
-    def _zarr_store(self) -> Any:
+    def _zarr_store(self) -> StrictStore:
         from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
         from zarrckpt._read.zarr_view import StrictStore
 
-        return StrictStore(self._catalog)
+        if self._opened_zarr_store is None:
+            self._opened_zarr_store = StrictStore(self._catalog)
+        return self._opened_zarr_store
 
 
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:

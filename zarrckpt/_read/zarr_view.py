@@ -165,7 +165,7 @@ class StrictStore(Store):
     def _read_chunk(self, node: ArrayNode, chunk: Ints, byte_range: ByteRequest | None) -> memoryview:
         """Return a chunk object or a part of it. The first call also requests the tables."""
         with self._catalog.explaining_damage():
-            array = self._catalog.stored(node)
+            array = self._catalog.stored_array(node)
             table, key = array.table(chunk), array.node.chunk_key(chunk)
             start, stop = _extent(byte_range, table.object_size)
             # A part of a subchunk has no checksum, so whole subchunks are read.

@@ -104,7 +104,7 @@ def page_data(
         changed: the values that differ between the sides.
         found: the numbers of the tensors, or None if they were not read.
     """
-    layouts = [Layouts(side.catalog.writers()) for side in sides]
+    layouts = [Layouts(side.catalog.writers_by_path()) for side in sides]
     names = list(dict.fromkeys(fqn for side in sides for fqn in side.tensors))
     others = dict.fromkeys(fqn for side in sides for fqn in side.names if fqn in side.objects)
     both = set(same)
