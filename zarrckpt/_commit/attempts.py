@@ -154,7 +154,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     except StorageError as err:
         winner = _read_winner(store)
         # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.
-        if winner is not None and _is_in(attempt, winner):
+        if winner is not None and _has_committed(attempt, winner):
             return store.sync([NODE])
         if winner is not None and winner.save_id != attempt.base_id:
             abandon(store, attempt, lost=True)
@@ -176,7 +176,7 @@ def report_lost_commit(store: Store, attempt: AttemptIds) -> Iterator[None]:
         yield
     except StorageError as err:
         winner = _read_winner(store)
-        if winner is None or winner.save_id == attempt.base_id or _is_in(attempt, winner):
+        if winner is None or winner.save_id == attempt.base_id or _has_committed(attempt, winner):
             raise
         raise _lost_error(store, attempt, winner) from err
 
@@ -189,8 +189,8 @@ def _read_winner(store: Store) -> Root | None:
         return None
 
 
-def _is_in(attempt: AttemptIds, winner: Root) -> bool:
-    """Whether an attempt has committed ``winner``, or a save that it replaced."""
+def _has_committed(attempt: AttemptIds, winner: Root) -> bool:
+    """Whether an attempt has committed: the committed root is its own, or has replaced it."""
     return attempt.save_id in (winner.save_id, *winner.history)
 
 
