@@ -29,7 +29,7 @@ from zarrckpt._dcp.planner import returns_state_tensors
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions
-from zarrckpt._plan.holders import gather_state
+from zarrckpt._plan.global_state import gather_state
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import LostPeerError
@@ -172,7 +172,7 @@ class ZarrStorageWriter(StorageWriter):
         members = tuple(gathered.members)
         self._alone = len(members) == 1
         name = self._save.begin(planned.layout)
-        channel = ChannelName.new(members) if planned.moves else None
+        channel = ChannelName.new(members) if planned.moves_pieces else None
         tasks = [_SaveTask(planned.rank_plan(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 

@@ -24,7 +24,7 @@ from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.description import Description
-from zarrckpt._plan.holders import gather_boxes
+from zarrckpt._plan.global_state import gather_boxes
 from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, open_rounds

@@ -24,8 +24,8 @@ from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.description import Description
+from zarrckpt._plan.global_state import ReplicaPart, gather_state
 from zarrckpt._plan.group_numbers import GroupNumbers
-from zarrckpt._plan.holders import ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds

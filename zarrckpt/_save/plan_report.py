@@ -93,7 +93,7 @@ def report_of(
         documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + other,
         rank_bytes=tuple(chunk_owners.rank_bytes()),
         moved_bytes=chunk_owners.moved_bytes(),
-        merged=chunk_owners.merged(),
+        merged=chunk_owners.count_merged(),
         bundles=len(np.unique(chunk_owners.bundle[chunk_owners.bundle >= 0])),
         control_rounds=_ROUNDS if plan.layout.world_size > 1 else 0,
         rank_connections=tuple(connections(plan).tolist()),

@@ -45,7 +45,7 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
     plan, attempt = agreed.plan, agreed.attempt
     try:
-        channel = rounds.channel() if plan.moves else None
+        channel = rounds.channel() if plan.moves_pieces else None
         report = rounds.merge(
             "what they have written",
             on_each_rank=lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),

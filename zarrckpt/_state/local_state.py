@@ -15,8 +15,8 @@ from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind, ParameterGroup
+from zarrckpt._plan.global_state import ReplicaPart, dtype_of
 from zarrckpt._plan.group_numbers import GroupNumbers, renumber_path
-from zarrckpt._plan.holders import ReplicaPart, dtype_of
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._reports import count_text
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
