@@ -178,12 +178,11 @@ def choose_owners(tensors: Iterable[PlannedTensor], world_size: int) -> ChunkOwn
     choices: list[tuple[int, TensorKind, slice]] = []
     for kind in chunk_owners.kinds:
         fixed = kind.geometry.single_candidate >= 0
-        chunk_owners.owner[kind.chunks[:, fixed]] = kind.geometry.single_candidate[fixed]
-        loads += sum_by_number(kind.geometry.single_candidate[fixed], kind.nbytes[fixed], world_size) * len(
-            kind.tensors
-        )
-        open_ones = np.flatnonzero(~fixed)
-        if kind.whole and len(open_ones):
+        owners = kind.geometry.single_candidate[fixed]
+        chunk_owners.owner[kind.chunks[:, fixed]] = owners
+        loads += sum_by_number(owners, kind.nbytes[fixed], world_size) * len(kind.tensors)
+        undecided = np.flatnonzero(~fixed)
+        if kind.whole and len(undecided):
             choices.append((int(kind.nbytes.sum()), kind, slice(0, len(kind.nbytes))))
             continue
         choices += [(int(kind.nbytes[chunk]), kind, slice(chunk, chunk + 1)) for chunk in undecided.tolist()]
