@@ -35,7 +35,7 @@ from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.torch_private import sent_plans
-from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of
+from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of_differing
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import RankSave
 from zarrckpt._store import Url
@@ -166,7 +166,7 @@ class ZarrStorageWriter(StorageWriter):
         gathered, digests = describe_states(plans)
         only, differing = differing_parts(digests)
         state = gather_state(gathered, only)
-        warn_of({**state.differing, **differing})
+        warn_of_differing({**state.differing, **differing})
         planned = plan_save(state, self._request.options.plan)
         self._layout, self._hollow = planned.layout, state.hollow
         members = tuple(gathered.members)

@@ -16,7 +16,7 @@ from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.rebuilt_containers import RebuiltContainers
 from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors, to_local_boxes
-from zarrckpt._state.local_state import PER_RANK, format_lines
+from zarrckpt._state.local_state import PER_RANK_FAULT, format_lines
 from zarrckpt._state.per_rank import PerRank, PerRankSources
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 from zarrckpt._state.tensors import plain_tensor, target_fault
@@ -67,7 +67,7 @@ class StateMatch:
         flat, paths = flatten(state)
         for fqn, leaf in flat.items():
             if isinstance(leaf, PerRank):
-                raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
+                raise UnsupportedValueError(f"{fqn!r} {PER_RANK_FAULT}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
         # A module or optimizer with an empty state loads nothing.
         for fqn in selected.keys() & {*closed} - entries.keys():

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.matching import hint
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._state.saved_entries import KeyPath, SavedEntries, rest_below
+from zarrckpt._state.saved_entries import KeyPattern, SavedEntries, rest_below
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """A dict from name prefixes in the checkpoint to prefixes in the state, or a function of a name."""
 
 
-def rename_entries(saved: SavedEntries, rename: Rename, trained: Sequence[tuple[KeyPath, KeyPath]]) -> SavedEntries:
+def rename_entries(
+    saved: SavedEntries, rename: Rename, trained: Sequence[tuple[KeyPattern, KeyPattern]]
+) -> SavedEntries:
     """Return the entries of a checkpoint under new names, in the same order.
 
     ``trained`` has, for each optimizer in the state, the keys of the optimizer and of its module. If a parameter is
@@ -23,7 +25,7 @@ def rename_entries(saved: SavedEntries, rename: Rename, trained: Sequence[tuple[
     Raises KeyMismatchError if two entries get the same name, or if no entry has a prefix.
     """
     names = _new_names(saved, rename)
-    parameters: dict[KeyPath, dict[str, str]] = {}
+    parameters: dict[KeyPattern, dict[str, str]] = {}
     for optimizer, module in trained:
         own = parameters[optimizer] = _new_parameters(names, module)
         names = {old: _in_optimizer(new, optimizer, own) for old, new in names.items()}
@@ -73,7 +75,7 @@ def _begins(name: str, begin: str) -> bool:
     return name == begin or name.startswith(whole_keys)
 
 
-def _new_parameters(names: Mapping[str, str], module: KeyPath) -> dict[str, str]:
+def _new_parameters(names: Mapping[str, str], module: KeyPattern) -> dict[str, str]:
     """Return the new names of a module's renamed parameters, by old name.
 
     Assumes that the module has the same number of keys above it in the checkpoint as in the state.
@@ -87,7 +89,7 @@ def _new_parameters(names: Mapping[str, str], module: KeyPath) -> dict[str, str]
     return found
 
 
-def _in_optimizer(name: str, optimizer: KeyPath, parameters: Mapping[str, str]) -> str:
+def _in_optimizer(name: str, optimizer: KeyPattern, parameters: Mapping[str, str]) -> str:
     rest = rest_below(name, (*optimizer, "state")) if parameters else None
     end = len(rest) if rest is not None else 0
     while rest is not None and (end := rest.rfind(".", 0, end)) > 0:

@@ -19,10 +19,13 @@ class Run(Protocol):
     """The run that a save belongs to. Only the coordinator calls it. Each method raises if the run may not save."""
 
     def wait_for_deletions(self) -> None:
-        """Wait until the run may store one more checkpoint. Called before the :meth:`begin` of the attempt."""
+        """Wait until the run may store one more checkpoint. Called before the attempt begins."""
 
     def begin(self) -> str:
-        """Return the run's id. Called before the first put, and possibly more than once per save."""
+        """Take over the run if this job has not, and return its id. Called before the first put of the attempt.
+
+        It may be called more than once per save.
+        """
 
     def metadata(self) -> Mapping[str, Any]:
         """Return the entries that the run adds to the checkpoint's metadata."""

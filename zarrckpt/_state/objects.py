@@ -24,7 +24,7 @@ from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
 from zarrckpt._state.random_state import kept_random_state
-from zarrckpt._state.saved_entries import KeyPath, RequestedEntries
+from zarrckpt._state.saved_entries import KeyPattern, RequestedEntries
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_zero_optimizer
 
 
@@ -348,14 +348,14 @@ def unreferenced_dicts(state: Any, references: int) -> frozenset[str]:
     return frozenset(key for key in state if isinstance(state[key], dict) and sys.getrefcount(state[key]) <= 2)
 
 
-def optimizers_and_modules(state: Any) -> list[tuple[KeyPath, KeyPath]]:
+def optimizers_and_modules(state: Any) -> list[tuple[KeyPattern, KeyPattern]]:
     """Return the position of each optimizer of a state, and that of the module that it trains.
 
     Optimizers are left out if the state has no module.
     """
-    found: list[tuple[KeyPath, Any]] = []
+    found: list[tuple[KeyPattern, Any]] = []
 
-    def walk(value: Any, keys: KeyPath) -> None:
+    def walk(value: Any, keys: KeyPattern) -> None:
         if isinstance(value, nn.Module | Optimizer):
             found.append((keys, value))
         elif isinstance(value, PerRank):
