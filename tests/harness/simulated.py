@@ -367,7 +367,7 @@ def _open_rounds(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreg
 
 
 def _run_jobs(
-    jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
+    jobs: Iterable[Callable[[], T]], concurrency: object, *, caller_draws: bool = False, on_failure: object = None
 ) -> list[T]:
     """Run jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]

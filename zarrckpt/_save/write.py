@@ -218,7 +218,7 @@ class RankWriter:
             run_jobs(self._jobs(), 1 if small and self._store.is_local else self._store.useful_concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run_jobs(self._jobs(), self._store.useful_concurrency, drawn_here=True, stopping=self._exchange.stop)
+            run_jobs(self._jobs(), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)
         self._store.sync(self._keys)
         return {
             **dict(zip(paths, objects, strict=True)),

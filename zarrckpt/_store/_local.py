@@ -70,8 +70,8 @@ def _disk_threads() -> ThreadPoolExecutor:
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (an absolute path, made by the first write).
 
-    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. 20 of the 32
-    methods are those of :class:`Store`.
+    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. Most methods are
+    those of :class:`Store`.
     """
 
     is_local = True
@@ -181,7 +181,7 @@ class LocalStore(Store):
         paths = {
             path for path in paths if not any(map(os.path.islink, {path, *self._folders.above(path)} - {self._root}))
         }
-        self._each("deleting", sorted(paths), _remove_own)
+        self._each("deleting", sorted(paths), _remove_helpers)
         self._remove_folders(paths.union(*map(self._folders.above, paths)) - {self._root})
 
     def remove_folder(self) -> None:
@@ -344,7 +344,7 @@ def _entries(folder: str) -> Entries:
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
-    if files.is_own_name(item.name):
+    if files.is_helper_name(item.name):
         return None
     try:
         if item.is_dir(follow_symlinks=False):
@@ -370,15 +370,15 @@ def _unless_absent() -> Iterator[None]:
 
 
 def _remove(path: str) -> None:
-    for name in (path, files.own_name(path, "part")):
+    for name in (path, files.helper_name(path, "part")):
         with _unless_absent():
             os.unlink(name)
 
 
-def _remove_own(folder: str) -> None:
+def _remove_helpers(folder: str) -> None:
     """Remove the helper files that dead processes left in a folder."""
     with _unless_absent(), os.scandir(folder) as entries:
-        for path in [item.path for item in entries if files.is_own_name(item.name)]:
+        for path in [item.path for item in entries if files.is_helper_name(item.name)]:
             # If its writer is alive, it notices that the file is missing and writes it again.
             with _unless_absent():
                 os.unlink(path)
