@@ -29,7 +29,7 @@ GROUP_BYTES = 2 << 20
 """Approximate bytes per write if a chunk is written in parts. More bytes would not stay in the CPU cache."""
 
 
-class Target(Protocol):
+class BoxTarget(Protocol):
     """Memory for the elements of a box: an array of raw elements, or an object that copies them to other memory."""
 
     @property
@@ -181,7 +181,7 @@ def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 
-def contiguous_bytes_of(node: ArrayNode, chunk: Ints, number: int, box: Box, target: Target) -> RawArray | None:
+def contiguous_bytes_of(node: ArrayNode, chunk: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
     """Return a view of the bytes of a target that a subchunk fills, or None if they are not contiguous.
 
     The target has the shape of the box.
@@ -198,7 +198,7 @@ def contiguous_bytes_of(node: ArrayNode, chunk: Ints, number: int, box: Box, tar
     return bytes_of(part) if part.flags.c_contiguous else None
 
 
-def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: Target) -> int:
+def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: BoxTarget) -> int:
     """Copy the elements that a subchunk shares with a box to a target of the box's shape. Return the bytes copied.
 
     ``data`` has the bytes of the elements of the subchunk.

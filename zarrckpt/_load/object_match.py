@@ -85,7 +85,8 @@ class ObjectMatch:
     def _check(self) -> None:
         """Raise KeyMismatchError for differences on this rank.
 
-        If there are any, the error also lists entries of modules and optimizers without a target on this rank.
+        An entry of a module or optimizer without a target on this rank is no difference, because another rank may have
+        the target. But if there are differences, the error lists these entries too.
         """
         try:
             # No other rank can have the target of this rank's element of a stack.

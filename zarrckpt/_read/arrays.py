@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from zarrckpt._errors import KeyMismatchError
-from zarrckpt._format.chunk_codec import Target
+from zarrckpt._format.chunk_codec import BoxTarget
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
@@ -37,7 +37,7 @@ class StoredBox(NamedTuple):
 def fill_boxes(
     catalog: Catalog,
     boxes: Sequence[StoredBox],
-    targets: Iterable[Target],
+    targets: Iterable[BoxTarget],
     max_inflight_bytes: int,
     progress: Progress | None = None,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._format.chunk_codec import BLOCK_BYTES, Target, contiguous_bytes_of, copy_shared
+from zarrckpt._format.chunk_codec import BLOCK_BYTES, BoxTarget, contiguous_bytes_of, copy_shared
 from zarrckpt._format.chunk_layout import CRC_BYTES, ChunkTable, RawArray, raw_dtype, subchunk_bytes
 from zarrckpt._format.compression import DecodeError
 from zarrckpt._format.crc32c import crc32c
@@ -53,12 +53,12 @@ class StoredArray:
         """Return one chunk's part of the tables."""
         return ChunkTable.of(self.node, chunk_index, self.checksums, self.sizes)
 
-    def box_jobs(self, box: Box, target: Target, budget: BytesBudget) -> Iterator[Job]:
+    def box_jobs(self, box: Box, target: BoxTarget, budget: BytesBudget) -> Iterator[Job]:
         """Yield jobs that fill a target (raw elements, the box's shape) with a box of the array."""
         for chunk_index in self.node.grid.chunks_of(box):
             yield from self.chunk_jobs(chunk_index, box, target, budget)
 
-    def chunk_jobs(self, chunk_index: Ints, box: Box, target: Target, budget: BytesBudget) -> list[Job]:
+    def chunk_jobs(self, chunk_index: Ints, box: Box, target: BoxTarget, budget: BytesBudget) -> list[Job]:
         """Return the jobs of :meth:`box_jobs` for one chunk. They fetch only subchunks that overlap the box."""
         node, table = self.node, self.table(chunk_index)
         numbers = subchunks_in(node.grid, chunk_index, box)
@@ -174,7 +174,7 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
     return out
 
 
-def read_local(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
+def read_local(part: StoredSubchunks, box: Box, target: BoxTarget, budget: BytesBudget) -> tuple[int, int]:
     """Fill a target from a local file. Returns the number of bytes read and of bytes filled.
 
     Subchunks are read directly into the target if their bytes are contiguous there. Raises CorruptCheckpointError with
@@ -212,7 +212,7 @@ def _read_checked(read_at: Reader, byte_offset: int, data: RawArray) -> int | No
     return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
 
 
-def read_neighbours(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
+def read_neighbours(part: StoredSubchunks, box: Box, target: BoxTarget, budget: BytesBudget) -> tuple[int, int]:
     """Fetch, check and copy neighbouring subchunks. Returns the number of bytes fetched and of bytes filled.
 
     One request. Raises CorruptCheckpointError with the array and the object's key for a missing, short or altered
