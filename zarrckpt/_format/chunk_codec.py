@@ -12,8 +12,8 @@ from zarrckpt._format.chunk_layout import (
     CRC_BYTES,
     RawArray,
     bytes_of,
-    chunk_index,
     crc_bytes,
+    encode_chunk_index,
     max_stored_subchunk_bytes,
     raw_dtype,
     subchunk_bytes,
@@ -128,7 +128,7 @@ class ChunkEncoder:
             self.checksums.append(crc)
             self.sizes.append(stored + CRC_BYTES)
             begins.append(begins[-1] + self.sizes[-1])
-        group.append(chunk_index(self._node, begins))
+        group.append(encode_chunk_index(self._node, begins))
         self.nbytes = begins[-1] + len(group[-1])
         yield group
 

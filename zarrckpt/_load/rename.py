@@ -59,10 +59,10 @@ def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
     used = set()
     names = {}
     for name in saved.entries:
-        begin = next((begin for begin in longest_first if _begins(name, begin)), None)
-        used.add(begin)
-        names[name] = name if begin is None else f"{rename[begin]}{name[len(begin) :]}"
-    if idle := [begin for begin in rename if begin not in used]:
+        prefix = next((prefix for prefix in longest_first if _has_prefix(name, prefix)), None)
+        used.add(prefix)
+        names[name] = name if prefix is None else f"{rename[prefix]}{name[len(prefix) :]}"
+    if idle := [prefix for prefix in rename if prefix not in used]:
         raise KeyMismatchError(
             f"nothing was loaded, because no entry of the checkpoint begins with the prefixes {idle} of rename=: "
             f"{hint(idle[0].rstrip('.'), saved.entries)}"
@@ -70,9 +70,9 @@ def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
     return names
 
 
-def _begins(name: str, begin: str) -> bool:
-    whole_keys = begin if not begin or begin.endswith(".") else f"{begin}."
-    return name == begin or name.startswith(whole_keys)
+def _has_prefix(name: str, prefix: str) -> bool:
+    whole_keys = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+    return name == prefix or name.startswith(whole_keys)
 
 
 def _new_parameters(names: Mapping[str, str], module: KeyPattern) -> dict[str, str]:

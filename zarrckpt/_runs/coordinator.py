@@ -26,10 +26,10 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.wire import record
+from zarrckpt._runs.folders import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
 from zarrckpt._store import Store, StoreSpec
 
 

@@ -35,11 +35,11 @@ from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
 from zarrckpt._runs.coordinator import ChosenCheckpoint, RunCoordinator
+from zarrckpt._runs.folders import name_of, refuse_unreadable, skip_warning, step_folders
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.saving import StepSaver, StepState
 from zarrckpt._runs.schedule import StepSequence
-from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_folders
 from zarrckpt._save.background import SaveFuture
 from zarrckpt._state import objects
 from zarrckpt._store import Store, StoreSpec, Url

@@ -57,8 +57,8 @@ class Preemption:
         """The reason for this rank's own pre-emption, or None."""
         self.noticed: float | None = None
         """The monotonic time at which this rank learned of a notice on any rank, or None."""
-        self._current = -1
-        self._at: int | None = None
+        self._current_step = -1
+        self._proposed: int | None = None
         """The proposed step: the first step that is not smaller is saved if all ranks agree."""
         self._agreed = False
         self._error: CheckpointError | None = None
@@ -79,10 +79,10 @@ class Preemption:
         grace period. Raises CheckpointError if they do not agree.
         """
         with self._changed:
-            self._current = step
+            self._current_step = step
             if self.noticed is None:
                 return False
-            while self._error is not None or (self._at is not None and step >= self._at):
+            while self._error is not None or (self._proposed is not None and step >= self._proposed):
                 if self._error is not None:
                     raise self._error
                 if self._agreed:
@@ -216,14 +216,17 @@ class Preemption:
     def _open_step(self) -> int | None:
         """Return this rank's current step, or None if it is closed."""
         with self._changed:
-            return None if self._closed else self._current
+            return None if self._closed else self._current_step
 
-    def _promise(self, at: int) -> bool:
-        """Promise to wait at a step or at the first later one. Return False if this rank has already reached it."""
+    def _promise(self, step: int) -> bool:
+        """Promise to wait at a proposed step or at the first later one.
+
+        Return False if this rank has already reached it, or will reach no further step.
+        """
         with self._changed:
-            self._at = at if self._current < at and not self._closed else None
+            self._proposed = step if self._current_step < step and not self._closed else None
             self._changed.notify_all()
-            return self._at is not None
+            return self._proposed is not None
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -27,10 +27,10 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.metadata import run_of
 from zarrckpt._jobs import run_jobs
+from zarrckpt._runs.folders import is_own, read_folder, step_of
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.known import Deletion, KnownCheckpoints
 from zarrckpt._runs.record import Ownership
-from zarrckpt._runs.steps import is_own, read_folder, step_of
 from zarrckpt._store import Store, StoreSpec
 
 _END_SECONDS = 5.0
@@ -234,7 +234,7 @@ class Retention:
         store = self._spec.child(name).open()
         with self.lock_known() as known:
             was_pinned, has_begun = known.was_pinned(name), known.has_begun(name)
-        if was_pinned and list_pins(store):
+        if was_pinned and list_pins(store):  # checked first, because it needs fewer requests than all contents
             return Deletion.PINNED
         found = read_contents(store, allow_damaged=True)
         is_own_save = _belongs_to(found, self._ownership.record.run_id)

@@ -14,9 +14,9 @@ from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._reports import SaveReport
 from zarrckpt._runs.coordinator import RunCoordinator, RunSave
+from zarrckpt._runs.folders import name_of
 from zarrckpt._runs.keep import checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.steps import name_of
 from zarrckpt._save.background import SaveFuture, save_in_background, wait_unreported
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import save_on_ranks

@@ -70,7 +70,8 @@ class SaveRequest:
     def refuse_committed(self) -> None:
         """Raise CheckpointExistsError if the save would fail because a checkpoint is committed. One request.
 
-        Also raises if the run may not save. Ignores StorageError: the store may answer again when the save begins.
+        With a run, begins the save there first, which raises if the run may not save. Ignores StorageError: the store
+        may answer again when the save begins.
         """
         with suppress(StorageError):
             if self.run is not None:
