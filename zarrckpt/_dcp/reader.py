@@ -221,7 +221,7 @@ class ZarrStorageReader(StorageReader):
         tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
         self._check_dtypes(catalog.root, tensors, planner)
-        read = partial(catalog.read_object, allow_pickle=self._allow_pickle)
+        read = partial(catalog.read_non_tensor, allow_pickle=self._allow_pickle)
         # In parallel, because each blob needs a request.
         found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.explaining_damage():

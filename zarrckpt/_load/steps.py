@@ -200,7 +200,7 @@ class _RankLoad:
         # Offered entries go into new tensors, which share no memory with other targets.
         tensors = self._tensors + [target for target in object_match.tensors() if target.name not in matched]
         names = state_match.values()
-        read = partial(catalog.read_object, allow_pickle=self._request.allow_pickle)
+        read = partial(catalog.read_non_tensor, allow_pickle=self._request.allow_pickle)
         # In parallel, because each blob is a request.
         jobs = (partial(read, object_match.saved.stored_name(name)) for name in names)
         values = dict(zip(names, run_jobs(jobs, catalog.store.max_concurrency), strict=True))
@@ -282,4 +282,4 @@ def _saved_entries(catalog: Catalog) -> SavedEntries:
         fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
-    return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_object)
+    return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_non_tensor)

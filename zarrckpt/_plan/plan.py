@@ -37,13 +37,13 @@ class Layout:
     paths: Mapping[str, StatePath]
     node_paths: Mapping[str, str]
     tensors: Mapping[str, ArrayNode]
-    objects: frozenset[str]
+    non_tensors: frozenset[str]
     """fqns of non-tensor entries. Each becomes a value or a blob when it is written."""
     world_size: int
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
-        arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
+        arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.non_tensors)])
         return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,6 +75,14 @@ class Catalog:
     def store(self) -> Store:
         """The checkpoint's store. A forked child opens its own."""
         return self._spec.open()
+
+    @cached_property
+    def zarr_store(self) -> Any:
+        """The read-only Zarr store of this checkpoint, for zarr-python and xarray."""
+        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
+        from zarrckpt._read.zarr_view import StrictStore
+
+        return StrictStore(self)
 
     def checksums(self, node: ArrayNode) -> RawArray:
         """Return an array's part of the table of checksums (uint32, chunks and their subchunks in C order)."""
@@ -200,12 +208,12 @@ class Catalog:
                 )
         return stored[:-CRC_BYTES].view("<u4")
 
-    def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
+    def read_non_tensor(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """Return a non-tensor entry as the Python object that was saved.
 
         Raises UnsafeValueError for a pickled object unless ``allow_pickle``, KeyMismatchError for an unknown name.
         """
-        entry = self.root.objects.get(fqn)
+        entry = self.root.non_tensors.get(fqn)
         if entry is None:
             raise KeyMismatchError(f"there is no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import zarr
 
-    from zarrckpt._read.zarr_view import StrictStore
-
 
 class Selection(Mapping[str, Any]):
     """All or some entries of an open checkpoint, by name.
@@ -34,8 +32,6 @@ class Selection(Mapping[str, Any]):
         self._catalog = catalog
         self._allow_pickle = allow_pickle
         self._names = dict.fromkeys(catalog.root.entries if names is None else names)
-        self._opened_zarr_store: StrictStore | None = None
-        """The store of the zarr arrays, from the first array on. Later parts share it."""
 
     @property
     def url(self) -> str:
@@ -60,7 +56,7 @@ class Selection(Mapping[str, Any]):
     @property
     def non_tensors(self) -> Self:
         """The entries that are Python values."""
-        return self._part(fqn for fqn in self._names if fqn in self._catalog.root.objects)
+        return self._part(fqn for fqn in self._names if fqn in self._catalog.root.non_tensors)
 
     @property
     def groups(self) -> dict[str, Self]:
@@ -83,15 +79,13 @@ class Selection(Mapping[str, Any]):
         return self._part(fqn for fqn in wanted if fqn not in dropped)
 
     def _part(self, names: Iterable[str]) -> Self:
-        part = type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
-        part._opened_zarr_store = self._opened_zarr_store
-        return part
+        return type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
 
     def __getitem__(self, fqn: str) -> Any:
         self._check_entry(fqn)
         if fqn in self._catalog.root.tensors:
             return self._array(fqn)
-        return self._catalog.read_object(fqn, allow_pickle=self._allow_pickle)
+        return self._catalog.read_non_tensor(fqn, allow_pickle=self._allow_pickle)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -156,15 +150,7 @@ class Selection(Mapping[str, Any]):
         node = root.tensors[fqn].under(root.tree)
         # Built from the root document, without a request.
         document: Any = copy.deepcopy(node.document())
-        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store(), node.path)))
-
-    def _zarr_store(self) -> StrictStore:
-        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._read.zarr_view import StrictStore
-
-        if self._opened_zarr_store is None:
-            self._opened_zarr_store = StrictStore(self._catalog)
-        return self._opened_zarr_store
+        return zarr.Array(AsyncArray(document, StorePath(self._catalog.zarr_store, node.path)))
 
 
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:
