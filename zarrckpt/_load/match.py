@@ -128,7 +128,7 @@ class StateMatch:
         for stem in self._subtrees:
             del selected[stem]
 
-    def make_private(self, fqns: Iterable[str]) -> None:
+    def replace_by_new_tensors(self, fqns: Iterable[str]) -> None:
         """Replace tensor targets by new tensors, also in the state. Sharded tensors other than DTensors are kept."""
         copied: set[tuple[Any, ...]] = set()
         for fqn in fqns:
@@ -200,7 +200,7 @@ class StateMatch:
             else:
                 yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
-    def values(self) -> list[str]:
+    def value_names(self) -> list[str]:
         """Return the names of the entries to read that are not tensors."""
         return [fqn for fqn in self.leaves if self._entries[fqn] is None]
 

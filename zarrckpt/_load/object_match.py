@@ -125,10 +125,10 @@ class ObjectMatch:
                 target = TensorTarget(element.stack, box, target.tensor[None], name=target.name)
             yield dataclasses.replace(target, fqn=self.saved.stored_name(target.fqn))
 
-    def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
+    def replace_by_new_tensors(self, names: Iterable[str], *, optimizers: bool = False) -> None:
         """Replace targets of Stateful objects (or of optimizers) by new tensors. ``restore`` passes these to them."""
         owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.stateful_prefixes
-        self.state_match.make_private(name for name in names if name.startswith(tuple(owners)))
+        self.state_match.replace_by_new_tensors(name for name in names if name.startswith(tuple(owners)))
 
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read. Call it before :meth:`restore`."""

@@ -163,7 +163,9 @@ class _RankLoad:
         # share no memory. Tensors of optimizers are replaced only if that does not suffice.
         for optimizers in (False, True):
             if conflicts:
-                object_match.make_private((name for group in conflicts for name in group), optimizers=optimizers)
+                object_match.replace_by_new_tensors(
+                    (name for group in conflicts for name in group), optimizers=optimizers
+                )
                 tensors, conflicts = separate_targets(self.catalog, [*object_match.tensors()], limit)
         refuse_conflicts(conflicts)
         return tensors
@@ -199,7 +201,7 @@ class _RankLoad:
         state_match.add_offered(names_in(object_match, accepted))
         # Offered entries go into new tensors, which share no memory with other targets.
         tensors = self._tensors + [target for target in object_match.tensors() if target.name not in matched]
-        names = state_match.values()
+        names = state_match.value_names()
         read = partial(catalog.read_non_tensor, allow_pickle=self._request.allow_pickle)
         # In parallel, because each blob is a request.
         jobs = (partial(read, object_match.saved.stored_name(name)) for name in names)

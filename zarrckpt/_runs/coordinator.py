@@ -43,7 +43,7 @@ class ChosenCheckpoint:
     step: int | None
     damaged: tuple[str, ...]
     """The folders of damaged checkpoints. A save to one of them replaces it."""
-    from_source: bool = False
+    is_origin: bool = False
     """Whether it is the checkpoint of another run from which this run begins."""
     has_alternative: bool = False
     """Whether another folder has the same step, with a different number of leading zeros."""
@@ -64,7 +64,7 @@ class RunCoordinator:
         self.spec = spec
         self._init_from = init_from
         self.ownership = Ownership(spec.open(), keep)
-        self.retention = Retention(spec, keep, self.ownership, self._unpin_source)
+        self.retention = Retention(spec, keep, self.ownership, self._unpin_origin)
         self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
         self._has_unpinned = False
@@ -109,7 +109,7 @@ class RunCoordinator:
         if chosen is None:
             if not self._init_from.url:
                 return ChosenCheckpoint("", None, ())
-            return ChosenCheckpoint("", self._pin_source(), (), from_source=True)
+            return ChosenCheckpoint("", self._pin_origin(), (), is_origin=True)
         if rewind:
             self._remove_after(chosen, steps, report_alive)
         elif chosen.step < self.newest_step:
@@ -159,8 +159,8 @@ class RunCoordinator:
         if self.ownership.is_taken:
             return
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
-        source = self._init_from.url
-        self.ownership.take_over(stored, inherited, source, begins=chosen is None, committed=newest is not None)
+        origin = self._init_from.url
+        self.ownership.take_over(stored, inherited, origin, begins=chosen is None, committed=newest is not None)
         with self.retention.lock_known() as known:
             known.note_folders(steps)
 
@@ -187,7 +187,7 @@ class RunCoordinator:
 
     # -- the checkpoint of another run from which this run begins
 
-    def _pin_source(self) -> int | None:
+    def _pin_origin(self) -> int | None:
         """Pin the checkpoint from which the run begins. Return its step, or None if it is not known."""
         store = self._init_from.open()
         root = load_root(store)
@@ -199,7 +199,7 @@ class RunCoordinator:
         step = root.metadata.get("step", number_in(store.url))
         return step if type(step) is int else None
 
-    def _unpin_source(self) -> None:
+    def _unpin_origin(self) -> None:
         """Unpin the checkpoint from which the run began, unless an earlier job has done so. Three requests.
 
         Opens only this job's ``init_from``, never a url from the run's document.
@@ -208,7 +208,7 @@ class RunCoordinator:
             return
         self._init_from.open().delete([pin_key(self.ownership.record.pin)])
         self._has_unpinned = True
-        self.ownership.forget_source()
+        self.ownership.forget_origin()
 
     # -- to save
 

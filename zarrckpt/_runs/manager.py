@@ -288,7 +288,7 @@ class CheckpointManager:
 
     def _restore_init_from(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
         """Load the checkpoint of ``init_from``, if it was given. Return its step, or None if only a part is loaded."""
-        if not chosen.from_source:
+        if not chosen.is_origin:
             return None
         keys = [self._init_keys] if isinstance(self._init_keys, str) else self._init_keys
         patterns = request.keys if keys is None else [*keys]

@@ -43,7 +43,7 @@ class RunRecord:
     started: str
     keep: Keep | None = None
     """The job's rules for the checkpoints to keep, or None if all are kept."""
-    source: str = ""
+    origin: str = ""
     """The url of the checkpoint from which the run begins, until it has its own, or "". This url is never opened."""
     pin: str = ""
     """The id of the pin on that checkpoint, or "". It depends on the run and the folder, so a copy has another pin."""
@@ -54,8 +54,8 @@ class RunRecord:
         """Return the stored form of the record."""
         own: Json = {"run": self.run_id, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
-        source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
-        return sealed_bytes(own | keep | source | ({"committed": True} if self.committed else {}))
+        origin: Json = {"source": self.origin, "pin": self.pin} if self.pin else {}
+        return sealed_bytes(own | keep | origin | ({"committed": True} if self.committed else {}))
 
 
 @nesting_bounded
@@ -129,7 +129,7 @@ class Ownership:
         self,
         known: RunRecord | None,
         inherited: str,
-        source: str = "",
+        origin: str = "",
         *,
         begins: bool = False,
         committed: bool = False,
@@ -142,23 +142,23 @@ class Ownership:
         Args:
             known: the record that the caller has read, or None.
             inherited: the run of the checkpoint from which this job continues, for a folder without a record.
-            source: the url of another run's checkpoint, from ``init_from``, or "".
-            begins: whether the run has no checkpoint, so that it begins from ``source``.
+            origin: the url of another run's checkpoint, from ``init_from``, or "".
+            begins: whether the run has no checkpoint, so that it begins from ``origin``.
             committed: whether the run has a committed checkpoint.
 
         Warns of a pin that an earlier job may have left and that this job does not remove. Raises StorageError, also
         if the folder is not writable.
         """
         run_id = known.run_id if known is not None else inherited or new_id()
-        pin = pin_id_of(f"{run_id} {self._store.url}") if source else ""
-        if known is None or (known.source, known.pin) != (source, pin):
+        pin = pin_id_of(f"{run_id} {self._store.url}") if origin else ""
+        if known is None or (known.origin, known.pin) != (origin, pin):
             if known is not None and known.pin:
-                _warn_of_pin(self._store, known.source, known.pin)
+                _warn_of_pin(self._store, known.origin, known.pin)
             if not begins:
-                source = pin = ""
+                origin = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
         committed = committed or (known is not None and known.committed)
-        own = RunRecord(run_id, new_id(), host, now(), self._keep, source, pin, committed)
+        own = RunRecord(run_id, new_id(), host, now(), self._keep, origin, pin, committed)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -169,15 +169,15 @@ class Ownership:
         self._store.sync([RUN_KEY])
         self._record = own
 
-    def forget_source(self) -> None:
-        """Record that the run's source is no longer pinned. Two requests.
+    def forget_origin(self) -> None:
+        """Record that the run's origin is no longer pinned. Two requests.
 
         Raises ObjectExistsError if another job takes over the run between them.
         """
         with self._updating:
             stored = self._store.get_versioned(RUN_KEY)
             if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
-                own = dataclasses.replace(self.record, source="", pin="")
+                own = dataclasses.replace(self.record, origin="", pin="")
                 self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
                 self._record = own
 
@@ -214,10 +214,10 @@ class Ownership:
         return {RUN_METADATA: {"id": self.record.run_id, "job": self.record.job}}
 
 
-def _warn_of_pin(store: Store, source: str, pin: str) -> None:
+def _warn_of_pin(store: Store, origin: str, pin: str) -> None:
     # These texts are read from a document, and repr escapes control characters.
     warn(
-        f"the run {store.url} was begun from {source[:1000]!r} by another job, which pinned that checkpoint. The pin "
+        f"the run {store.url} was begun from {origin[:1000]!r} by another job, which pinned that checkpoint. The pin "
         "stays, because this job has a different init_from or none, or the run's folder was moved or copied. If no run "
-        f"needs the pin: zarrckpt.unpin({source[:1000]!r}, {pin!r})"
+        f"needs the pin: zarrckpt.unpin({origin[:1000]!r}, {pin!r})"
     )

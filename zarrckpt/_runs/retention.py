@@ -49,13 +49,13 @@ class Retention:
     """
 
     def __init__(
-        self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, unpin_source: Callable[[], None]
+        self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, unpin_origin: Callable[[], None]
     ) -> None:
-        """``unpin_source`` is called in the thread of deletions after each commit of the run."""
+        """``unpin_origin`` is called in the thread of deletions after each commit of the run."""
         self._spec = spec
         self._keep = keep
         self._ownership = ownership
-        self._unpin_source = unpin_source
+        self._unpin_origin = unpin_origin
         self._known = KnownCheckpoints(keep)
         self._changed = threading.Condition()
         """The lock of all attributes, and the signal that one of them has changed."""
@@ -147,8 +147,8 @@ class Retention:
     def _delete_expired(self) -> None:
         """Delete all expired checkpoints, including those of commits during this call."""
         with suppress(CheckpointError):
-            # If this fails, the source stays pinned until the next commit.
-            self._unpin_source()
+            # If this fails, the checkpoint from which the run began stays pinned until the next commit.
+            self._unpin_origin()
         with suppress(StorageError):
             self._forget_removed()
         with self.lock_known() as known:

@@ -208,7 +208,7 @@ class _Agreement(Generic[A]):
     def reach(self) -> AgreedPlan[A]:
         """Make the rounds that the module's docstring describes."""
         first = self._rounds.merge(
-            "the digests of their states", on_each_rank=self._hello, on_coordinator=self._answer_to_hellos
+            "the digests of their states", on_each_rank=self._make_hello, on_coordinator=self._answer_to_hellos
         )
         if isinstance(first, _BeginAnswer):
             assert self._last is not None
@@ -229,8 +229,9 @@ class _Agreement(Generic[A]):
             if isinstance(answer, _BeginAnswer):
                 break
             compare = answer
+        # A plan of differing replicas depends on their contents, so it is not kept.
         if not compare.saved_rank and not self._plan.state.differing:
-            name = _name_of(gathered, options, self._plan)
+            name = _plan_name(gathered, options, self._plan)
             digest = self._description.digest
             kept = _KeptPlan(name, digest, options, self._plan, self._rank_plan, self._replicas, self._group_numbers)
             _kept_plans[self._rounds.members] = (self._rounds.world, kept)
@@ -238,7 +239,7 @@ class _Agreement(Generic[A]):
 
     # -- all ranks
 
-    def _hello(self) -> bytes:
+    def _make_hello(self) -> bytes:
         self._state = self._read_state()
         self._description = self._state.description()
         digest = self._description.digest
@@ -355,7 +356,7 @@ def differing_parts(
     return saved_rank, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
-def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
+def _plan_name(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
     digests = [description.digest for description in gathered.descriptions]
     inputs = repr((digests, gathered.numbers.tolist(), options)).encode()
     return hashlib.blake2b(inputs + plan.digest, digest_size=len(_NO_PLAN)).digest()

@@ -143,9 +143,9 @@ class _Converter:
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
-            return self._per_rank(value, keys)
+            return self._convert_per_rank(value, keys)
         if is_object(value):
-            return self._object(value, keys) if self._takes_part(keys) else value
+            return self._convert_object(value, keys) if self._takes_part(keys) else value
         if not holds_objects(value):
             return value
         if isinstance(value, Mapping):
@@ -162,7 +162,7 @@ class _Converter:
             return False
         return self._positions is None or keys in self._positions
 
-    def _per_rank(self, entry: PerRank, keys: Keys) -> dict[str, Any]:
+    def _convert_per_rank(self, entry: PerRank, keys: Keys) -> dict[str, Any]:
         outer, prefix = self._rank, prefix_of(keys)
         # A PerRank inside another one belongs to the same rank.
         rank = self._rank_of(prefix, entry) if outer is None else outer
@@ -175,24 +175,24 @@ class _Converter:
         refuse_sharded(f"{prefix}{rank}", value)
         return OwnRank({str(rank): value})
 
-    def _object(self, value: Any, keys: Keys) -> Any:
+    def _convert_object(self, value: Any, keys: Keys) -> Any:
         if isinstance(value, nn.Module):
-            return self._module(value, keys)
+            return self._convert_module(value, keys)
         if isinstance(value, Optimizer) and has_torch_form(value):
-            return self._optimizer(value, keys)
+            return self._convert_optimizer(value, keys)
         if self._loaded is None:
-            return self._stateful(value, keys)
+            return self._convert_stateful(value, keys)
         if holds_loader(value):
             self._plain.unchecked.append(prefix_of(keys))
             return value
         try:
             with kept_random_state():
-                return self._stateful(value, keys)
+                return self._convert_stateful(value, keys)
         except Exception as err:
             self._plain.unreadable[prefix_of(keys)] = err
             return value
 
-    def _module(self, module: nn.Module, keys: Keys) -> dict[str, Any]:
+    def _convert_module(self, module: nn.Module, keys: Keys) -> dict[str, Any]:
         state, prefix = ModuleState(module), prefix_of(keys)
         if self._saved is not None:
             state.resize(prefix, self._saved)
@@ -201,7 +201,7 @@ class _Converter:
         self._plain.restore_calls.append((keys, state.restore))
         return state.entries
 
-    def _optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
+    def _convert_optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
         if self._loaded is not None:
             return next(target for target in self._loaded.optimizers if target.keys == keys).current_state()
         module = _module_of(optimizer, self._modules)
@@ -214,7 +214,7 @@ class _Converter:
         self._plain.restore_calls.append((keys, target.restore))
         return target.state_dict
 
-    def _stateful(self, value: Stateful, keys: Keys) -> Any:
+    def _convert_stateful(self, value: Stateful, keys: Keys) -> Any:
         self._plain.stateful_prefixes.append(prefix_of(keys))
         state_dict = value.state_dict()
         if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
