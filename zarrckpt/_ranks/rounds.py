@@ -66,6 +66,7 @@ class Rounds:
         self._slot = slot
         self._protocol = RoundProtocol(call_group, time.monotonic())
         self._changed = threading.Condition()
+        """The lock of the protocol, and the signal that its state has changed."""
         self._ended = threading.Event()
         self._mesh: Mesh | None = None
         self._channel: MessageChannel | None = None
@@ -92,12 +93,12 @@ class Rounds:
         if self.size == 1:
             return on_coordinator([on_each_rank()])
         with self._protocol_events() as protocol:
-            protocol.begin_round(round_name, stop is not None, time.monotonic())
+            protocol.begin_round(round_name, is_stoppable=stop is not None, now=time.monotonic())
             self._stop = stop
         self._raise_if_broken()
         item, error = self._work(on_each_rank)
         with self._protocol_events() as protocol:
-            protocol.end_work(item, self._channel is not None, time.monotonic())
+            protocol.end_work(item, used_channel=self._channel is not None, now=time.monotonic())
         answer = self._wait_for_answer()
         value: Any = None
         if answer is None:
@@ -222,7 +223,7 @@ class Rounds:
                 return
             self._slot.mesh = self._mesh = mesh
             mesh.begin_call()
-            protocol.connect(mesh.tree, mesh.calls, kept is not None, time.monotonic())
+            protocol.connect(mesh.tree, mesh.calls, kept=kept is not None, now=time.monotonic())
         mesh.attach(self._receive)
 
     def _rejoin(self, left: Mesh) -> None:
@@ -234,7 +235,7 @@ class Rounds:
                 protocol.break_off([Failure.of_error(err, None)])
 
     def _fail(self, error: BaseException) -> None:
-        """Break the connections because of an error of this rank's caller, unless all ranks have this error."""
+        """Break the connections because of an error in the caller's block, unless all ranks have this error."""
         call, rank = self._call_group.call, self._call_group.rank
         failure = Failure.of_error(error, rank)
         if not isinstance(error, Exception):
