@@ -67,7 +67,10 @@ class LoadRequest:
         progress: Progress | None = None,
         unreferenced: frozenset[str] = frozenset(),
     ) -> LoadRequest:
-        """Check the arguments of :func:`zarrckpt.load`. Raises TypeError or ValueError with the argument's name."""
+        """Check the arguments of :func:`zarrckpt.load`. Raises TypeError or ValueError with the argument's name.
+
+        ``url`` is None if the caller chooses the checkpoint later. ``unreferenced`` is described at the field.
+        """
         options = checked_options(options, LoadOptions)
         spec = StoreSpec(url, storage_options, concurrency=options.concurrency)
         if isinstance(keys, str):

@@ -62,7 +62,10 @@ class SaveRequest:
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> SaveRequest:
-        """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name."""
+        """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name.
+
+        ``url`` is None for a writer of DCP that gets the url with each save.
+        """
         options = checked_options(options, SaveOptions)
         spec = StoreSpec(url, storage_options, options.durable, options.concurrency)
         return cls(spec, overwrite, checked_metadata(metadata), options, progress)
