@@ -106,7 +106,8 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         _refuse_root(store, root)
     older = read_markers(store, root, seen)
     first = not seen.claimed and _put_claim(store, marker.save_id)
-    # If an attempt began while a removal ran, it may have the canonical tree although its claim was deleted.
+    # The first attempt has the canonical tree. An attempt that began during a removal may have it too, without a claim,
+    # because the removal has deleted the claim.
     tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base_id=base_id)

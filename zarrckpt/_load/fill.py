@@ -175,11 +175,13 @@ class TensorReads:
         for index, step in enumerate(steps):
             if self._stopped:
                 raise StoppedError
+            # Copy the fetched ranges to own targets, and to the messages for other ranks.
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
             self._run_jobs(
                 partial(self._unpack, subchunks, data, packs.get(subchunks, ())) for subchunks, data in stored.items()
             )
+            # Transfer the messages, and fetch the ranges of the next round in the meantime.
             following = steps[index + 1] if index + 1 < len(steps) else None
             with in_thread(partial(self._fetch_ranges, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))

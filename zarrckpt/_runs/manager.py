@@ -274,6 +274,7 @@ class CheckpointManager:
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if chosen.step is None or (step is not None and not chosen.has_alternative):
                     raise
+                # Folders that were found damaged are not read again.
                 unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
                 which = "the checkpoint before it" if step is None else "another one of this step"
                 warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
