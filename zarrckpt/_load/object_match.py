@@ -133,15 +133,16 @@ class ObjectMatch:
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read. Call it before :meth:`restore`."""
         containers, paths = self.state_match.containers, self.state_match.paths
-        moved = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
+        with_gaps = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
         for fqn, leaf in {**self.state_match.leaves, **values}.items():
-            if moved and any(paths[fqn][:depth] in moved for depth in range(len(paths[fqn]))):
+            if with_gaps and any(paths[fqn][:depth] in with_gaps for depth in range(len(paths[fqn]))):
                 continue
             # A Stateful may ignore an entry that its state does not have.
-            if not (fqn in containers.added or fqn in containers.offered) or not self.plain.is_of_stateful(fqn):
+            is_new = fqn in containers.added or fqn in containers.offered
+            if not (is_new and self.plain.is_of_stateful(fqn)):
                 read.record(fqn, leaf)
 
-    def stored_in(self, key: str) -> list[str]:
+    def names_stored_in(self, key: str) -> list[str]:
         """Return the names of values and new tensors that the load stores in the dict under a key of the state.
 
         Excludes tensors that are filled in place and entries of objects.
