@@ -53,14 +53,14 @@ def remove_all(store: Store, found: UrlContents) -> int:
     own = removal_bytes("" if found.root is None else found.root.save_id, new_id())
     objects = 0
     with suppress(_RemovalEndedError):
-        record, first = _record_removal(store, own, begun=found.removal)
+        record, is_first = _record_removal(store, own, begun=found.removal)
         try:
             # Read again, because no save begins after the record, so this result stays true.
             found = read_contents(store, allow_damaged=True)
             _delete_root(store, found.root_bytes, record)
         except CheckpointError:
             # An earlier removal may have seen no pin and be about to delete. Then the record must stay.
-            if first:
+            if is_first:
                 _delete_record(store, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed

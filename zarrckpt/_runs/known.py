@@ -15,7 +15,7 @@ from zarrckpt._runs.keep import Keep
 _MAX_EXPIRED = 2
 """Maximum number of expired checkpoints after a commit, without those that cannot be deleted."""
 
-_AWAITED_DELETIONS = 3
+_MAX_DELETIONS_TO_AWAIT = 3
 """Maximum number of deletions for which a save waits: one more than a commit makes necessary."""
 
 _FOLDERS_AT_ONCE = 64
@@ -56,7 +56,7 @@ class KnownCheckpoints:
         """The names that :meth:`take_expired` and :meth:`take_blocked` have returned in this series."""
         self._read: set[str] = set()
         """The names that :meth:`take_unread` has returned in this series."""
-        self._awaited = 0
+        self._deletions_to_await = 0
         """The maximum number of deletions for which the next save waits."""
         self._unseen_metric = None if keep is None or not keep.best else keep.metric
         """The metric of the rules until a save or a checkpoint has it, then None."""
@@ -85,7 +85,7 @@ class KnownCheckpoints:
         self.forget(name)
         self._damaged.discard(name)
         self._own[name] = step, metadata
-        self._awaited = _AWAITED_DELETIONS
+        self._deletions_to_await = _MAX_DELETIONS_TO_AWAIT
 
     def note_found(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
         """Record a committed checkpoint of this run that was found in the store."""
@@ -96,7 +96,7 @@ class KnownCheckpoints:
         """Record an attempt to delete a checkpoint or leftovers. It does not remove the name, see :meth:`forget`."""
         self._blocked.pop(name, None)
         if result is Deletion.SETTLED:
-            self._awaited -= 1
+            self._deletions_to_await -= 1
         else:
             self._blocked[name] = result
 
@@ -140,7 +140,7 @@ class KnownCheckpoints:
 
     def stop_waits(self) -> None:
         """Let saves begin without a wait until the next commit."""
-        self._awaited = 0
+        self._deletions_to_await = 0
 
     def may_save(self) -> bool:
         """Whether a commit leaves few expired checkpoints, or enough were deleted since the last commit.
@@ -150,7 +150,7 @@ class KnownCheckpoints:
         # A commit makes the oldest of the newest checkpoints expire, and the worst of the best ones.
         added = 2 if self._keep is not None and self._keep.best else 1
         waiting = {*self._expired()} - self._blocked.keys()
-        return self._awaited <= 0 or len(waiting) + added <= _MAX_EXPIRED
+        return self._deletions_to_await <= 0 or len(waiting) + added <= _MAX_EXPIRED
 
     def _expired(self) -> list[str]:
         """Return the names of expired checkpoints and leftovers, by ascending step."""

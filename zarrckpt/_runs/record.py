@@ -114,8 +114,9 @@ class Ownership:
     def read(self) -> RunRecord | None:
         """Return the run's record, or None if there is none. One request.
 
-        Raises RunTakenOverError if this job had taken over the run and another job has taken it since. Raises
-        CorruptCheckpointError for a damaged record, and StorageError.
+        If this job has taken over the run, checks that it still owns it, and returns its own record. Raises
+        RunTakenOverError if another job has taken over the run since, CorruptCheckpointError for a damaged record, and
+        StorageError.
         """
         if self._record is not None:
             self.check()

@@ -43,7 +43,7 @@ Views = Iterable[Sequence[memoryview]]
 """The content of a file: groups of buffers. Each group is written before the next one is made."""
 
 
-def helper_name(path: str, suffix: str, unique: bool = False) -> str:
+def helper_name(path: str, suffix: str, *, unique: bool = False) -> str:
     """Return the name of a helper file ("part" or "lock") beside ``path``. It is never an object and never too long."""
     folder, name = os.path.split(path)
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
@@ -72,7 +72,7 @@ def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = Fal
 
 def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed if the write fails."""
-    temp = helper_name(path, "part", unique)
+    temp = helper_name(path, "part", unique=unique)
     try:
         file = _open_new(temp)
     except FileExistsError:
