@@ -97,12 +97,12 @@ class Folder(RuleBasedStateMachine):
             self.known.forget(str(step))
         self.known.note_deletion(str(step), result)
         self.deletions += result is Deletion.SETTLED
-        assert self.known.may_save() or self.deletions < 3
+        assert self.known.needs_no_wait() or self.deletions < 3
         return result is not Deletion.FAILED
 
     @invariant()
     def a_save_may_begin_after_deletions(self) -> None:
-        assert self.known.may_save() or self.failing
+        assert self.known.needs_no_wait() or self.failing
 
 
 Folder.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -142,9 +142,10 @@ class KnownCheckpoints:
         """Let saves begin without a wait until the next commit."""
         self._deletions_to_await = 0
 
-    def may_save(self) -> bool:
-        """Whether a commit leaves few expired checkpoints, or enough were deleted since the last commit.
+    def needs_no_wait(self) -> bool:
+        """Whether the next save need not wait for deletions.
 
+        Its commit leaves few expired checkpoints, or enough were deleted since the last commit.
         If earlier jobs have left many, each save waits for some deletions, so that their number falls.
         """
         # A commit makes the oldest of the newest checkpoints expire, and the worst of the best ones.

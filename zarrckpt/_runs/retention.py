@@ -95,7 +95,7 @@ class Retention:
         def may_save() -> bool:
             if self._ended or self._skips_waits or not (self._due or self._working):
                 return True
-            return self._known.may_save()
+            return self._known.needs_no_wait()
 
         with self._changed:
             if self._changed.wait_for(may_save, min(timeout, _LOGGED_SECONDS)):
