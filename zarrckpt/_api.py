@@ -160,7 +160,7 @@ def load(
     """
     objects.refuse_swapped_arguments(state, url, "load")
     references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too
-    unreferenced = objects.unreferenced_dicts(state, references)
+    unreferenced = objects.find_unreferenced_dicts(state, references)
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")

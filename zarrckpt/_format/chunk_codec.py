@@ -181,7 +181,7 @@ def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 
-def contiguous_bytes_of(node: ArrayNode, chunk: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
+def find_contiguous_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
     """Return a view of the bytes of a target that a subchunk fills, or None if they are not contiguous.
 
     The target has the shape of the box.

@@ -142,7 +142,7 @@ class ObjectMatch:
             if not (is_new and self.plain.is_of_stateful(fqn)):
                 read.record(fqn, leaf)
 
-    def names_stored_in(self, key: str) -> list[str]:
+    def list_names_stored_in(self, key: str) -> list[str]:
         """Return the names of values and new tensors that the load stores in the dict under a key of the state.
 
         Excludes tensors that are filled in place and entries of objects.

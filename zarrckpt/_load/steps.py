@@ -272,7 +272,7 @@ class _RankLoad:
     def warn_of_lost_values(self) -> None:
         """Warn if values and new tensors were stored in a dict that is lost when the call returns."""
         for key in self._request.unreferenced:
-            if lost := self.object_match.names_stored_in(key):
+            if lost := self.object_match.list_names_stored_in(key):
                 warn(
                     f"{key!r} is a dict without other references, so the {len(lost)} values and new tensors that were "
                     f"stored in it are lost, for example {lost[:3]}. Pass the object itself (an optimizer, not its "

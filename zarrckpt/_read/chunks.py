@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._format.chunk_codec import BLOCK_BYTES, BoxTarget, contiguous_bytes_of, copy_shared
+from zarrckpt._format.chunk_codec import BLOCK_BYTES, BoxTarget, copy_shared, find_contiguous_bytes
 from zarrckpt._format.chunk_layout import CRC_BYTES, ChunkTable, RawArray, raw_dtype, subchunk_bytes
 from zarrckpt._format.compression import DecodeError
 from zarrckpt._format.crc32c import crc32c
@@ -182,7 +182,7 @@ def read_local(part: StoredSubchunks, box: Box, target: BoxTarget, budget: Bytes
     """
     array, node, size = part.array, part.node, subchunk_bytes(part.node)
     # The bytes of the target that each subchunk fills, or None if they are not contiguous.
-    direct = [contiguous_bytes_of(node, part.chunk_index, number, box, target) for number in part.numbers]
+    direct = [find_contiguous_bytes(node, part.chunk_index, number, box, target) for number in part.numbers]
     need = size if any(data is None for data in direct) else 0
     filled = 0
     with (
@@ -221,7 +221,7 @@ def read_neighbours(part: StoredSubchunks, box: Box, target: BoxTarget, budget: 
     node, filled = part.node, 0
     with fetch_in_budget(part, budget) as (stored, scratch):
         for number, data in part.each(stored):
-            filled_bytes = contiguous_bytes_of(node, part.chunk_index, number, box, target)
+            filled_bytes = find_contiguous_bytes(node, part.chunk_index, number, box, target)
             if filled_bytes is not None and node.compression is not None:
                 filled += len(unpack(part, number, data, filled_bytes))
             else:

@@ -236,7 +236,7 @@ class CheckpointManager:
         """
         objects.refuse_swapped_arguments(state, self._spec.url, "restore")
         references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too
-        unreferenced = objects.unreferenced_dicts(state, references)
+        unreferenced = objects.find_unreferenced_dicts(state, references)
         if rewind and step is None:
             raise ValueError("rewind=True needs a step to return to: restore(state, step=..., rewind=True)")
         step = None if step is None else operator.index(step)

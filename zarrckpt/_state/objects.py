@@ -335,7 +335,7 @@ _UNREFERENCED = _count_references({})
 """The reference count of an argument that the caller holds no reference to."""
 
 
-def unreferenced_dicts(state: Any, references: int) -> frozenset[str]:
+def find_unreferenced_dicts(state: Any, references: int) -> frozenset[str]:
     """Return the keys of plain dicts that only the state references, if only the call's argument references the state.
 
     What a load stores in them is lost when the call returns. ``references`` is ``sys.getrefcount(state)`` in the
