@@ -36,7 +36,7 @@ from zarrckpt._load.shared_reads import _shared_ranges, plan_shares
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.geometry import Numbers
-from zarrckpt._plan.holders import GlobalState, gather_boxes, gather_state
+from zarrckpt._plan.global_state import GlobalState, gather_boxes, gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
@@ -209,7 +209,7 @@ def group_digests_of(held: GlobalState) -> list[bytes]:
     for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
         _add(found, ranks)
     for one in {id(tensor.holders): tensor.holders for tensor in held.tensors.values()}.values():
-        for number in range(len(one.boxes) if not one.alone else 0):
+        for number in range(len(one.boxes) if not one.are_single else 0):
             _add(found, one.ranks_of(number))
     return [b"".join(name + bytes(8) for name in names) for names in found]
 

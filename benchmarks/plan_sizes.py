@@ -14,7 +14,7 @@ import time
 
 from harness.large_models import LAYOUTS, MODELS, Case
 
-from zarrckpt._plan.holders import gather_state
+from zarrckpt._plan.global_state import gather_state
 from zarrckpt._plan.plan import PlanOptions, Sizes, plan_save
 from zarrckpt._save.plan_report import report_of
 

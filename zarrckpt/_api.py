@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
@@ -83,8 +82,8 @@ def save(
     All but the last are subclasses of :class:`CheckpointError`. An error on one rank is raised on all ranks. Then
     nothing is committed, and the written objects are removed unless the root document may have been put.
     """
-    objects.refuse_swapped(state, url, "save")
-    ranks = Ranks(process_group, no_dist)
+    objects.refuse_swapped_arguments(state, url, "save")
+    ranks = Ranks(process_group, no_dist=no_dist)
     request = SaveRequest.from_arguments(
         url,
         options,
@@ -94,7 +93,7 @@ def save(
         progress=progress,
     )
     if no_dist:
-        objects.refuse_objects_of_ranks(state)
+        objects.refuse_collective_objects(state)
     return save_on_ranks(partial(LocalState.from_user_state, state), request, ranks)
 
 
@@ -159,15 +158,15 @@ def load(
 
     An error on one rank is raised on all ranks.
     """
-    objects.refuse_swapped(state, url, "load")
-    references = sys.getrefcount(state)
-    droppable = objects.droppable_keys(state, references)
+    objects.refuse_swapped_arguments(state, url, "load")
+    references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too
+    unreferenced = objects.find_unreferenced_dicts(state, references)
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
-    ranks = Ranks(process_group, no_dist)
+    ranks = Ranks(process_group, no_dist=no_dist)
     if no_dist:
-        objects.refuse_objects_of_ranks(state)
+        objects.refuse_collective_objects(state)
     request = LoadRequest.from_arguments(
         url,
         options,
@@ -178,5 +177,6 @@ def load(
         allow_pickle=allow_pickle,
         allow_cast=allow_cast,
         progress=progress,
+        unreferenced=unreferenced,
     )
-    return load_on_ranks(state, dataclasses.replace(request, droppable=droppable), ranks)
+    return load_on_ranks(state, request, ranks)

@@ -66,7 +66,7 @@ class Checkpoint(Selection):
 
     @cached_property
     def _writers(self) -> dict[str, np.ndarray[Any, Any]]:
-        return self._catalog.writers()
+        return self._catalog.writers_by_path()
 
     def load(
         self, keys: str | Iterable[str] | None = None, *, device: Any = "cpu", progress: Progress | None = None

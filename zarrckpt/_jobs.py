@@ -26,24 +26,26 @@ def run_jobs(
     jobs: Iterable[Callable[[], T]],
     concurrency: int | Callable[[], int],
     *,
-    drawn_here: bool = False,
-    stopping: Callable[[], None] = lambda: None,
+    caller_draws: bool = False,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> list[T]:
     """Run jobs on ``concurrency`` threads, and return their results in order. After an error, no further job begins.
 
     The calling thread is one of these threads. Each free thread draws the next job, so at most ``concurrency`` jobs of
-    a generator exist at a time. With ``drawn_here``, the calling thread draws all jobs, a few in advance, and runs
-    none. ``stopping`` is called in any thread after a failure, so that the generator can stop waiting.
+    a generator exist at a time. ``concurrency`` can be a function, if the number changes. Superfluous threads would
+    compete for the interpreter and the processor caches.
 
-    ``concurrency`` can be a function, if the number changes. Superfluous threads would compete for the interpreter and
-    the processor caches.
+    Args:
+        caller_draws: the calling thread draws all jobs, a few in advance, and runs none. This is for a generator that
+            only one thread may use.
+        on_failure: called in any thread after a failure, so that the generator can stop waiting.
     """
 
     def limit() -> int:
         return concurrency if isinstance(concurrency, int) else concurrency()
 
-    if drawn_here:
-        return _run_drawn_here(jobs, limit, stopping)
+    if caller_draws:
+        return _run_drawn_by_caller(jobs, limit, on_failure)
     workers = _Workers(jobs, limit)
     workers.work()
     return workers.results()
@@ -105,8 +107,11 @@ def thread_pool(name: str, threads: int) -> ThreadPoolExecutor:
     return _pools.get(key) or _pools.setdefault(key, ThreadPoolExecutor(threads, name))
 
 
-def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None]) -> list[T]:
+def _run_drawn_by_caller(
+    jobs: Iterable[Callable[[], T]], limit: Callable[[], int], on_failure: Callable[[], None]
+) -> list[T]:
     drawn: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
+    # The number of jobs that may be drawn before a thread takes one from the queue.
     free = threading.Semaphore(limit())
 
     def queued() -> Iterator[Callable[[], T]]:
@@ -116,7 +121,7 @@ def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int], s
 
     def stop() -> None:
         free.release()
-        stopping()
+        on_failure()
 
     workers = _Workers(queued(), limit, stop)
     workers.start()
@@ -143,11 +148,11 @@ class _Workers(Generic[T]):
     """
 
     def __init__(
-        self, jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None] | None = None
+        self, jobs: Iterable[Callable[[], T]], limit: Callable[[], int], on_failure: Callable[[], None] | None = None
     ) -> None:
         self._jobs = enumerate(jobs)
         self._limit = limit
-        self._stopping = stopping
+        self._on_failure = on_failure
         self._drawing = threading.Lock()
         self._working = 0
         self._threads: list[threading.Thread] = []
@@ -180,8 +185,8 @@ class _Workers(Generic[T]):
     def stop(self) -> None:
         """Begin no further job."""
         self.stopped = True
-        if self._stopping is not None:
-            self._stopping()
+        if self._on_failure is not None:
+            self._on_failure()
 
     def join(self) -> None:
         """Wait until all jobs that have begun are done."""
@@ -252,7 +257,7 @@ class ByteCounter:
 
 
 def check_limits(least: int = 1, /, **limits: int) -> None:
-    """Raise TypeError or ValueError for a limit that is not an integer or is too small."""
+    """Raise TypeError or ValueError for a limit that is not an integer or is below ``least``."""
     for name, value in limits.items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
@@ -315,16 +320,16 @@ class BytesBudget:
             self._release(need)
 
     @contextmanager
-    def take(self, nbytes: int, beside: int = 0) -> Iterator[Bytes]:
-        """Lend uninitialised memory, and count ``beside`` bytes that were allocated elsewhere.
+    def take(self, nbytes: int, elsewhere: int = 0) -> Iterator[Bytes]:
+        """Lend uninitialised memory, and count ``elsewhere`` bytes that the job allocates itself.
 
         A job takes all its memory in one call. Jobs that hold some and wait for more could wait for each other.
         """
-        if not nbytes + beside:
+        if not nbytes + elsewhere:
             yield np.empty(0, np.uint8)
             return
         size = _rounded(nbytes)
-        need = min(size + beside, self.limit)
+        need = min(size + elsewhere, self.limit)
         with self._changed:
             self._reserve(need)
             memory = self._kept(size)

@@ -126,8 +126,8 @@ class LoadOptions:
             raise ValueError(f"check_after must be one of {', '.join(get_args(CheckAfter))}, got {self.check_after!r}")
         _check_transfer(self)
 
-    def shares(self, is_local: bool) -> bool:
-        """Whether ranks share their reads from a store with local files or from another store."""
+    def shares_reads(self, *, is_local: bool) -> bool:
+        """Whether ranks share their reads. ``is_local``: whether the store has local files."""
         return not is_local if self.share_reads is None else self.share_reads
 
 

@@ -288,11 +288,11 @@ def test_array_documents_equal_zarr_pythons(tmp_path: Path) -> None:
     assert document == node.document()
 
 
-either = pytest.mark.parametrize("drawn_here", [False, True])
+either = pytest.mark.parametrize("caller_draws", [False, True])
 
 
 @either
-def test_run_jobs_keeps_order_and_takes_jobs_as_threads_finish(drawn_here: bool) -> None:
+def test_run_jobs_keeps_order_and_takes_jobs_as_threads_finish(caller_draws: bool) -> None:
     drawn, gate = [], threading.Event()
 
     def jobs() -> Iterator[Any]:
@@ -301,7 +301,7 @@ def test_run_jobs_keeps_order_and_takes_jobs_as_threads_finish(drawn_here: bool)
             yield lambda i=i: gate.wait(10) and i
 
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(run_jobs(jobs(), 3, drawn_here=drawn_here)))
+    thread = threading.Thread(target=lambda: found.extend(run_jobs(jobs(), 3, caller_draws=caller_draws)))
     thread.start()
     thread.join(0.3)
     assert len(drawn) <= 8
@@ -311,7 +311,7 @@ def test_run_jobs_keeps_order_and_takes_jobs_as_threads_finish(drawn_here: bool)
 
 
 @either
-def test_run_starts_no_more_jobs_than_are_useful(drawn_here: bool) -> None:
+def test_run_starts_no_more_jobs_than_are_useful(caller_draws: bool) -> None:
     useful, lock, under_way, most = 2, threading.Lock(), 0, {2: 0, 5: 0}
 
     def job(i: int) -> int:
@@ -327,12 +327,12 @@ def test_run_starts_no_more_jobs_than_are_useful(drawn_here: bool) -> None:
         return i
 
     jobs = (partial(job, i) for i in range(60))
-    assert run_jobs(jobs, lambda: useful, drawn_here=drawn_here) == list(range(60))
+    assert run_jobs(jobs, lambda: useful, caller_draws=caller_draws) == list(range(60))
     assert most == {2: 2, 5: 5}
 
 
 @either
-def test_run_raises_the_first_error_and_starts_no_more_jobs(drawn_here: bool) -> None:
+def test_run_raises_the_first_error_and_starts_no_more_jobs(caller_draws: bool) -> None:
     started = []
 
     def job(i: int) -> None:
@@ -341,12 +341,12 @@ def test_run_raises_the_first_error_and_starts_no_more_jobs(drawn_here: bool) ->
             raise KeyError(i)
 
     with pytest.raises(KeyError):
-        run_jobs(((lambda i=i: job(i)) for i in range(1000)), 2, drawn_here=drawn_here)
+        run_jobs(((lambda i=i: job(i)) for i in range(1000)), 2, caller_draws=caller_draws)
     assert len(started) < 1000
 
 
 @either
-def test_run_jobs_finishes_started_jobs_if_the_iterator_raises(drawn_here: bool) -> None:
+def test_run_jobs_finishes_started_jobs_if_the_iterator_raises(caller_draws: bool) -> None:
     ended = []
 
     def jobs() -> Iterator[Any]:
@@ -355,7 +355,7 @@ def test_run_jobs_finishes_started_jobs_if_the_iterator_raises(drawn_here: bool)
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        run_jobs(jobs(), 2, drawn_here=drawn_here)
+        run_jobs(jobs(), 2, caller_draws=caller_draws)
     count = len(ended)
     time.sleep(0.2)
     assert len(ended) == count <= 3
@@ -375,7 +375,7 @@ def test_run_jobs_takes_jobs_here_or_in_its_threads() -> None:
     assert drawing == working and here in working and len(working) == 3
     drawing.clear()
     working.clear()
-    run_jobs(jobs(), 3, drawn_here=True)
+    run_jobs(jobs(), 3, caller_draws=True)
     assert drawing == {here} and here not in working and len(working) == 3
     # One job needs no thread.
     assert run_jobs([threading.get_ident], 8) == [here]
@@ -396,7 +396,7 @@ def test_run_works_if_no_more_threads_can_start(monkeypatch: pytest.MonkeyPatch)
 
 
 @either
-def test_run_releases_finished_jobs(drawn_here: bool) -> None:
+def test_run_releases_finished_jobs(caller_draws: bool) -> None:
     class Held:
         pass
 
@@ -412,7 +412,7 @@ def test_run_releases_finished_jobs(drawn_here: bool) -> None:
             yield partial(len, [held])
             del held
 
-    run_jobs(jobs(), 2, drawn_here=drawn_here)
+    run_jobs(jobs(), 2, caller_draws=caller_draws)
     assert most <= 8
 
 

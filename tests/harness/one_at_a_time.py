@@ -161,7 +161,7 @@ running = Running()
 
 
 def _run(
-    jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
+    jobs: Iterable[Callable[[], T]], concurrency: object, *, caller_draws: bool = False, on_failure: object = None
 ) -> list[T]:
     numbered = [*enumerate(jobs)]
     found = {number: job() for number, job in running.order(numbered)}

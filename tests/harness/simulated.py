@@ -313,18 +313,22 @@ class Rounds:
         self._channel: MessageChannel | None = None
 
     def merge(
-        self, round_name: str, mine: Callable[[], Any], decide: Callable[[list[Any]], Any], stop: Any = None
+        self,
+        round_name: str,
+        on_each_rank: Callable[[], Any],
+        on_coordinator: Callable[[list[Any]], Any],
+        stop: Any = None,
     ) -> Any:
         error: BaseException | None = None
         try:
-            said: Any = wire.encode(mine())
+            said: Any = wire.encode(on_each_rank())
         except Exception as err:
             error, said = err, Failure.of_error(err, self.members[self.rank])
             if self._channel is not None:
                 self._channel.close()  # ranks that wait for this one must notice
         _world().send(("up", self.rank), (self._call, said))
         if self.rank == 0:
-            answer, error = self._answer(decide, error)
+            answer, error = self._answer(on_coordinator, error)
             for rank in range(1, self.size):
                 _world().send(("down", rank), answer)
         else:
@@ -363,7 +367,7 @@ def _open_rounds(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreg
 
 
 def _run_jobs(
-    jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
+    jobs: Iterable[Callable[[], T]], concurrency: object, *, caller_draws: bool = False, on_failure: object = None
 ) -> list[T]:
     """Run jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
@@ -411,7 +415,8 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Replace everything that needs a process group, in every module that imports it, for the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "open_rounds": _open_rounds, "connect_channel": _connected}
+    ours: dict[str, Any] = {"has_default_group": lambda: True, "open_rounds": _open_rounds}
+    ours["connect_channel"] = _connected
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [

@@ -575,7 +575,7 @@ class UnwellReader(ZarrStorageReader):
 PLACES: dict[str, tuple[Any, str]] = {
     "piece": (MessageChannel, "_posted"),
     "fetch": (fill, "fetch"),
-    "check": (fill, "unpacked"),
+    "check": (fill, "unpack"),
 }
 
 

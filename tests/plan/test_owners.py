@@ -428,7 +428,7 @@ def test_columns_hold_what_one_chunk_after_the_other_gives(
         written[chunk.owner] += chunk.nbytes
     assert chunk_owners.rank_bytes() == [written[rank] for rank in range(world_size)]
     assert chunk_owners.moved_bytes() == sum(chunk.moved for chunk in expected)
-    assert chunk_owners.merged() == sum(len(chunk.pieces) > 1 for chunk in expected)
+    assert chunk_owners.count_merged() == sum(len(chunk.pieces) > 1 for chunk in expected)
 
 
 @settings(deadline=None)

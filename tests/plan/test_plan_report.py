@@ -80,7 +80,7 @@ def files(url: str) -> tuple[int, int]:
 def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
     """Check the bytes per rank with the table of writers: elements as reported, stored bytes as saved."""
     catalog = Catalog(StoreSpec(url))
-    writers = catalog.writers()
+    writers = catalog.writers_by_path()
     elements, stored = Counter[int](), Counter[int]()
     for node in catalog.root.tensors.values():
         for index in node.grid.chunks_of(
@@ -214,9 +214,9 @@ class _Traffic:
         self.peers: set[int] = set()
         self._merge, self._posted = Rounds.merge, MessageChannel._posted
 
-    def merge(self, *args: Any) -> Any:
+    def merge(self, *args: Any, **named: Any) -> Any:
         self.rounds += 1
-        return self._merge(*args)
+        return self._merge(*args, **named)
 
     def posted(self, pieces: Any, way: str, peer: int, data: Any) -> Any:
         self.peers.add(peer)
@@ -235,7 +235,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
         report = planned(state, ranks_per_host=3, **sizes)
         agree._kept_plans.clear()  # as if nothing had been planned
         with (
-            patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
+            patch.object(Rounds, "merge", lambda *args, **named: traffic.merge(*args, **named)),
             patch.object(MessageChannel, "_posted", lambda *args: traffic.posted(*args)),
         ):
             saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))

@@ -34,7 +34,7 @@ import zarrckpt
 from zarrckpt._format.root import Root, Table
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._plan.description import DescribedEntry, Description
-from zarrckpt._plan.holders import gather_state
+from zarrckpt._plan.global_state import gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 
 SMALL = {"small": (512, 3, 128, 1024)}
@@ -110,7 +110,7 @@ def test_parts_of_the_plan_fit_together(layout: str, ranks: int, least: int | No
                 name, held = part.items[sending.item]
                 assert sending.to != rank and intersect(sending.box, held) == sending.box
                 sent.setdefault((number, rank, sending.to), []).append((name, sending.box))
-    assert sent == received and bool(sent) == plan.moves and (sent or least == 0)
+    assert sent == received and bool(sent) == plan.moves_pieces and (sent or least == 0)
     grids = {name: node.grid for name, node in plan.layout.tensors.items()}
     sizes = {name: math.prod(grid.shape) * 4 for name, grid in grids.items()}
     moved = 4 * sum(box.size for boxes in sent.values() for _, box in boxes)
@@ -126,7 +126,7 @@ def test_every_process_computes_the_same_plan(tmp_path: Path) -> None:
     """No result depends on the order of a set, or on a hash."""
     program = (
         "import sys; sys.path.append('tests'); from harness.large_models import Case; "
-        "from zarrckpt._plan.holders import gather_state; from zarrckpt._plan.plan import *; "
+        "from zarrckpt._plan.global_state import gather_state; from zarrckpt._plan.plan import *; "
         "case = Case('8B', 'hsdp-tp', 64); "
         "plan = plan_save(gather_state(case.descriptions()), PlanOptions()); "
         "print([*map(bytes.hex, [d.digest for d in case.descriptions().descriptions])], plan.digest.hex())"

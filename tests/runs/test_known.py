@@ -69,11 +69,11 @@ class Folder(RuleBasedStateMachine):
     def delete(self) -> None:
         """Do what the thread does after a commit."""
         self.deletions = 0
-        self.known.begin_deletions()
+        self.known.begin_series()
         while True:
-            if (name := self.known.next_expired()) is not None:
+            if (name := self.known.take_expired()) is not None:
                 self.try_delete(int(name))
-            elif names := self.known.next_unread():
+            elif names := self.known.take_unread():
                 for name in names:
                     self.known.note_read(name)
                     if int(name) in self.begun:
@@ -82,7 +82,7 @@ class Folder(RuleBasedStateMachine):
                         self.known.note_found(name, int(name), self.committed[int(name)])
             else:
                 break
-        while (name := self.known.next_blocked()) is not None and self.try_delete(int(name)):
+        while (name := self.known.take_blocked()) is not None and self.try_delete(int(name)):
             pass
         left = {*self.committed} - self.kept() - self.damaged | {step for step in self.begun if step < self.step}
         assert self.failing & left or left <= self.pinned
@@ -97,12 +97,12 @@ class Folder(RuleBasedStateMachine):
             self.known.forget(str(step))
         self.known.note_deletion(str(step), result)
         self.deletions += result is Deletion.SETTLED
-        assert self.known.may_save() or self.deletions < 3
+        assert self.known.needs_no_wait() or self.deletions < 3
         return result is not Deletion.FAILED
 
     @invariant()
     def a_save_may_begin_after_deletions(self) -> None:
-        assert self.known.may_save() or self.failing
+        assert self.known.needs_no_wait() or self.failing
 
 
 Folder.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -225,7 +225,7 @@ def test_processes_have_one_winner(verb: str, tmp_path: Path) -> None:
 
 def test_a_lock_that_a_crash_left_does_not_block(store: Store, tmp_path: Path) -> None:
     store.create("k", b"1")
-    Path(_local_commit.own_name(str(tmp_path / "root/k"), "lock")).touch()
+    Path(_local_commit.helper_name(str(tmp_path / "root/k"), "lock")).touch()
     store.replace("k", b"2", store.get_versioned("k").version)
     assert files_below(tmp_path / "root") == {"k"}
 

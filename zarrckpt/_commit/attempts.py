@@ -106,7 +106,8 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         _refuse_root(store, root)
     older = read_markers(store, root, seen)
     first = not seen.claimed and _put_claim(store, marker.save_id)
-    # If an attempt began while a removal ran, it may have the canonical tree although its claim was deleted.
+    # The first attempt has the canonical tree. An attempt that began during a removal may have it too, without a claim,
+    # because the removal has deleted the claim.
     tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base_id=base_id)
@@ -154,7 +155,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     except StorageError as err:
         winner = _read_winner(store)
         # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.
-        if winner is not None and _is_in(attempt, winner):
+        if winner is not None and _has_committed(attempt, winner):
             return store.sync([NODE])
         if winner is not None and winner.save_id != attempt.base_id:
             abandon(store, attempt, lost=True)
@@ -176,7 +177,7 @@ def report_lost_commit(store: Store, attempt: AttemptIds) -> Iterator[None]:
         yield
     except StorageError as err:
         winner = _read_winner(store)
-        if winner is None or winner.save_id == attempt.base_id or _is_in(attempt, winner):
+        if winner is None or winner.save_id == attempt.base_id or _has_committed(attempt, winner):
             raise
         raise _lost_error(store, attempt, winner) from err
 
@@ -189,8 +190,8 @@ def _read_winner(store: Store) -> Root | None:
         return None
 
 
-def _is_in(attempt: AttemptIds, winner: Root) -> bool:
-    """Whether an attempt has committed ``winner``, or a save that it replaced."""
+def _has_committed(attempt: AttemptIds, winner: Root) -> bool:
+    """Whether an attempt has committed: the committed root is its own, or has replaced it."""
     return attempt.save_id in (winner.save_id, *winner.history)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._commit.discovery import CLAIM_LEVELS, find_inside_error, foreign_objects_error, holds_checkpoints
-from zarrckpt._commit.marker import PINS, PROBE, REMOVED, Marker, is_pin_key, marker_of
+from zarrckpt._commit.marker import PINS, PROBE, Marker, is_pin_key, marker_of
 from zarrckpt._commit.stored_documents import (
     get_if_stored,
     get_versioned_if_stored,
@@ -40,13 +40,10 @@ class UrlListings:
     claimed: bool
     names: set[str]
     attempt_ids: list[str]
+    removal: bool
+    """Whether a removal has begun and not ended."""
     in_order: bool
     """Whether ``names`` was read after ``base_document``, and ``attempt_ids`` after ``names``."""
-
-    @property
-    def removal(self) -> bool:
-        """Whether a removal has begun and not ended."""
-        return REMOVED in self.attempt_ids
 
 
 def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
@@ -59,20 +56,23 @@ def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
     reads += [partial(find_inside_error, levels=levels) for levels in CLAIM_LEVELS if to_save]
     # A local read takes less time than the start of a thread.
     at_once = 1 if store.is_local else len(reads)
-    base_document, claimed, names, attempt_ids, *inside = run_jobs([partial(read, store) for read in reads], at_once)
+    base_document, claimed, names, (attempt_ids, removal), *inside = run_jobs(
+        [partial(read, store) for read in reads], at_once
+    )
     for error in filter(None, inside):
         raise error
-    return UrlListings(base_document, claimed, names, attempt_ids, in_order=False)
+    return UrlListings(base_document, claimed, names, attempt_ids, removal, in_order=False)
 
 
-def _in_order(store: Store, seen: UrlListings) -> UrlListings:
-    """Return the contents with new listings, first of the names and then of the attempts.
+def _list_in_order(store: Store, seen: UrlListings) -> UrlListings:
+    """Return the listings with new ones, first of the names and then of the attempts.
 
     An attempt puts its marker before its other objects, so every object in the first listing belongs to an attempt in
     the second.
     """
     names = list_top_names(store)
-    return dataclasses.replace(seen, names=names, attempt_ids=list_attempt_ids(store), in_order=True)
+    attempt_ids, removal = list_attempt_ids(store)
+    return dataclasses.replace(seen, names=names, attempt_ids=attempt_ids, removal=removal, in_order=True)
 
 
 def list_top_names(store: Store) -> set[str]:
@@ -81,27 +81,30 @@ def list_top_names(store: Store) -> set[str]:
     return {*objects, *folders}
 
 
-def read_markers(store: Store, root: Root | None, seen: UrlListings, *, folder: bool = False) -> list[Marker]:
+def read_markers(
+    store: Store, root: Root | None, seen: UrlListings, *, beside_checkpoints: bool = False
+) -> list[Marker]:
     """Return the markers of all attempts. If the committed attempt has none, the root replaces it.
 
     Raises ForeignObjectsError if there are objects of no attempt, because a later clean-up could not assign them. With
-    ``folder``, any objects are allowed beside other checkpoints if none is committed at the url.
+    ``beside_checkpoints``, they are allowed in the folder of a run: if folders below the url have checkpoints, and none
+    is committed at the url itself.
     """
     if seen.base_document is not None and not seen.in_order:
         # The attempt that wrote the root may have begun after the listings were read.
-        return read_markers(store, root, _in_order(store, seen), folder=folder)
-    reads = (partial(read_marker, store, save_id) for save_id in seen.attempt_ids if save_id != REMOVED)
+        return read_markers(store, root, _list_in_order(store, seen), beside_checkpoints=beside_checkpoints)
+    reads = (partial(read_marker, store, save_id) for save_id in seen.attempt_ids)
     markers = [marker for marker in run_jobs(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.save_id for marker in markers}:
         markers.append(marker_of(root))
     # A tree without a marker belongs to an attempt that was cleaned up: a repeated put arrived later.
-    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)} | ({RUN_GROUP} if folder else set())
+    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)} | ({RUN_GROUP} if beside_checkpoints else set())
     for marker in markers:
         known |= marker.top_names()
     foreign = seen.names - known
     if foreign and not seen.in_order:
-        return read_markers(store, root, _in_order(store, seen), folder=folder)
-    if foreign and folder and seen.base_document is None and holds_checkpoints(store):
+        return read_markers(store, root, _list_in_order(store, seen), beside_checkpoints=beside_checkpoints)
+    if foreign and beside_checkpoints and seen.base_document is None and holds_checkpoints(store):
         # A save was begun by mistake in the folder of a run. Objects of others in that folder stay.
         return markers
     if foreign:
@@ -151,18 +154,17 @@ class UrlContents:
         return not marker.failed and marker.base_id == ("" if self.root is None else self.root.save_id)
 
 
-def read_contents(store: Store, *, allow_damaged: bool = False, folder: bool = False) -> UrlContents:
+def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoints: bool = False) -> UrlContents:
     """Return the objects of saves, pins and removals at a url.
 
-    With ``allow_damaged``, or if a removal has not ended, a damaged root counts as none. With ``folder``, any objects
-    are allowed beside other checkpoints below the url if none is committed at it. Raises ForeignObjectsError for any
-    other object, CorruptCheckpointError for a damaged root, StorageError if other saves commit during each of several
-    reads.
+    With ``allow_damaged``, or if a removal has not ended, a damaged root counts as none. ``beside_checkpoints`` as in
+    :func:`read_markers`. Raises ForeignObjectsError for any other object, CorruptCheckpointError for a damaged root,
+    StorageError if other saves commit during each of several reads.
     """
     for _ in range(_CONTENTS_TRIES):
-        seen = _in_order(store, read_listings(store))
+        seen = _list_in_order(store, read_listings(store))
         root = parse_base(store, seen.base_document, allow_damaged=allow_damaged or seen.removal)
-        markers = read_markers(store, root, seen, folder=folder and not seen.removal)
+        markers = read_markers(store, root, seen, beside_checkpoints=beside_checkpoints and not seen.removal)
         probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
         root_bytes = None if seen.base_document is None else seen.base_document.data
         # A save that commits in between changes which of the attempts could still commit.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.marker import CLAIM_KEY, REMOVED, marker_key, parse_claim, parse_marker
+from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._commit.stored_documents import is_stored, list_attempt_ids, parse_root_document, read_marker
 from zarrckpt._errors import (
     CheckpointError,
@@ -68,8 +68,8 @@ def _explain_absence(store: Store) -> str:
     """Return the reason that no checkpoint opens at a url without a root document, for an error."""
     begun, ended, found = is_stored(store, CLAIM_KEY), False, ""
     try:
-        attempt_ids = list_attempt_ids(store)
-        if REMOVED in attempt_ids:
+        attempt_ids, removal = list_attempt_ids(store)
+        if removal:
             return f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}"
         if not begun and (found := _describe_folder(store)):
             return f"{store.url} is no checkpoint. {found}. List them: zarrckpt ls {store.url}"
@@ -119,7 +119,8 @@ def find_checkpoints(
     itself is raised. With ``unfinished``, also return folders in which a save has begun but none has committed. One
     request for each folder, and with ``unfinished`` another one for each folder without a root document.
     """
-    return _read_folders(store, list_below(store).folders if names is None else names, True, unfinished)
+    names = list_below(store).folders if names is None else names
+    return _read_folders(store, names, read_roots=True, unfinished=unfinished)
 
 
 def find_saves(store: Store, names: Iterable[str]) -> list[CheckpointFolder]:
@@ -127,13 +128,13 @@ def find_saves(store: Store, names: Iterable[str]) -> list[CheckpointFolder]:
 
     Does not read roots. One request for each folder.
     """
-    return _read_folders(store, names, False, True)
+    return _read_folders(store, names, read_roots=False, unfinished=True)
 
 
-def _read_folders(store: Store, names: Iterable[str], roots: bool, unfinished: bool) -> list[CheckpointFolder]:
+def _read_folders(store: Store, names: Iterable[str], *, read_roots: bool, unfinished: bool) -> list[CheckpointFolder]:
     def read(name: str) -> CheckpointFolder | None:
         try:
-            if roots:
+            if read_roots:
                 with suppress(ObjectNotFoundError):
                     document = store.get(f"{name}/{NODE}")
                     return CheckpointFolder(name, parse_root_document(document, join(store.url, name)))
@@ -149,7 +150,10 @@ def _read_folders(store: Store, names: Iterable[str], roots: bool, unfinished: b
 
 
 def holds_checkpoints(store: Store) -> bool:
-    """Whether folders directly below a url have checkpoints or saves that have begun. Requests as above."""
+    """Whether folders directly below a url have checkpoints or saves that have begun.
+
+    One listing, and one or two requests for each folder.
+    """
     return any(not below.unreadable for below in find_checkpoints(store, unfinished=True))
 
 
@@ -189,12 +193,16 @@ def _describe_folder(store: Store) -> str:
     found = [item for item in below if not item.unreadable]
     # Folders with a number first, because they may be steps.
     unread = sorted((item.name for item in below if item.unreadable), key=lambda name: number_in(name) is None)
-    more = f"{', '.join(map(repr, unread[:5]))}{' and more' * (len(unread) > 5)} there cannot be read" * bool(unread)
+    more = ""
+    if unread:
+        shown = ", ".join(map(repr, unread[:5])) + (" and more" if len(unread) > 5 else "")
+        more = f"{shown} there cannot be read"
     if not found:
         return more
     last = find_newest(found)
     which = "none of them is committed" if last is None else f"the newest is {join(store.url, one_line(last.name))}"
-    return f"It is a folder of {len(found)} checkpoint{'s'[: len(found) > 1]}, {which}{'. ' * bool(more)}{more}"
+    checkpoints = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+    return f"It is a folder of {checkpoints}, {which}{more and f'. {more}'}"
 
 
 def _describe_checkpoint_above(store: Store) -> str:

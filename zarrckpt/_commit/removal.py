@@ -53,14 +53,14 @@ def remove_all(store: Store, found: UrlContents) -> int:
     own = removal_bytes("" if found.root is None else found.root.save_id, new_id())
     objects = 0
     with suppress(_RemovalEndedError):
-        record, first = _record_removal(store, own, begun=found.removal)
+        record, is_first = _record_removal(store, own, begun=found.removal)
         try:
             # Read again, because no save begins after the record, so this result stays true.
             found = read_contents(store, allow_damaged=True)
             _delete_root(store, found.root_bytes, record)
         except CheckpointError:
             # An earlier removal may have seen no pin and be about to delete. Then the record must stay.
-            if first:
+            if is_first:
                 _delete_record(store, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
@@ -81,12 +81,14 @@ def _record_removal(store: Store, record: bytes, *, begun: bool) -> tuple[bytes 
     """Put the record of a removal before anything is deleted, so that no save begins at the url any more.
 
     Replaces the record of an unfinished removal, and the process that put that one stops. So of several processes only
-    the last one deletes, after its own check for pins. With ``begun``, raises _RemovalEndedError if there is no
-    unfinished removal.
+    the last one deletes, after its own check for pins.
 
-    Returns the valid record and whether no removal was recorded before. The valid record is ``record``, or an earlier
-    one that cannot be replaced, or None. It is None if a put is impossible (the disk is full, or only deletions are
-    permitted). The removal continues in that case, because it may free the disk.
+    Returns the valid record, and whether this call put the first one. If a put is impossible (the disk is full, or only
+    deletions are permitted), the valid record is the earlier one, or None. The removal continues in that case, because
+    it may free the disk.
+
+    Args:
+        begun: whether the caller has seen an unfinished removal. Raises _RemovalEndedError if it has ended since.
     """
     for _ in range(_RECORD_TRIES):
         before = get_versioned_if_stored(store, REMOVAL_KEY)
@@ -203,5 +205,6 @@ def count_objects(store: Store, marker: Marker, spared: Sequence[Marker]) -> int
 def sweep_temporary_files(store: Store) -> None:
     """Delete the temporary files of interrupted writes of root, claim, markers and pins. No save may be running."""
     pins = [f"{PINS}/{pin_id}" for pin_id in store.list_dir(f"{RESERVED_GROUP}/{PINS}")[1]]
-    names = (REMOVED, *list_attempt_ids(store), *pins, PINS)
+    attempt_ids, _ = list_attempt_ids(store)
+    names = (REMOVED, *attempt_ids, *pins, PINS)
     store.sweep(["", RESERVED_GROUP, *(f"{RESERVED_GROUP}/{name}" for name in names)])

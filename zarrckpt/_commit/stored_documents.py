@@ -77,15 +77,14 @@ def is_claimed(store: Store) -> bool:
     return True
 
 
-def list_attempt_ids(store: Store) -> list[str]:
-    """Return the ids of all attempts with objects at the url, and :data:`REMOVED` if a removal has not ended.
+def list_attempt_ids(store: Store) -> tuple[list[str], bool]:
+    """Return the ids of all attempts with objects at the url, and whether a removal has begun and not ended.
 
     One listing, and one request if there is a folder of a removal.
     """
-    names = store.list_dir(RESERVED_GROUP)[1]
-    # The folder may exist without its document.
-    recorded = REMOVED in names and is_stored(store, REMOVAL_KEY)
-    return [*filter(is_save_id, names), *([REMOVED] if recorded else [])]
+    _, names = store.list_dir(RESERVED_GROUP)
+    # The folder of a removal may exist without its document.
+    return [*filter(is_save_id, names)], REMOVED in names and is_stored(store, REMOVAL_KEY)
 
 
 def read_marker(store: Store, save_id: str) -> Marker | None:
@@ -104,4 +103,5 @@ def read_marker(store: Store, save_id: str) -> Marker | None:
 def was_removed(store: Store) -> bool:
     """Whether a checkpoint without its root document was removed rather than damaged. One or two requests."""
     # The record is read first: a removal deletes it last, so without a record the claim is gone too.
-    return REMOVED in list_attempt_ids(store) or not is_stored(store, CLAIM_KEY)
+    _, removal = list_attempt_ids(store)
+    return removal or not is_stored(store, CLAIM_KEY)

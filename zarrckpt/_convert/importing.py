@@ -33,7 +33,7 @@ from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._state.objects import for_save
+from zarrckpt._state.objects import convert_for_save
 from zarrckpt._store import Url
 from zarrckpt._store._regular_files import open_regular, read_regular
 from zarrckpt._store._whole_files import local_path
@@ -120,7 +120,7 @@ def _source(path: Path, allow_pickle: bool) -> _Source:
     elif path.suffix == SAFETENSORS_SUFFIX:
         found = _safetensors(path)
     else:
-        leaves, paths = flatten(for_save(_torch_file(path, allow_pickle)).state)
+        leaves, paths = flatten(convert_for_save(_torch_file(path, allow_pickle)).state)
         return paths, leaves.__getitem__
     return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__
 

@@ -24,7 +24,7 @@ from zarrckpt._errors import StorageError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import ByteCounter, Progress
-from zarrckpt._ranks.group import wrap_foreign_errors
+from zarrckpt._ranks.errors import wrap_foreign_errors
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
@@ -70,7 +70,7 @@ def to_dcp(
     paths, target = export_paths(part, strip), local_path(folder)
     target = target.rstrip("/") or target
     for fqn in tensors:
-        catalog.refuse_unbacked_size(catalog.root.tensors[fqn])
+        catalog.refuse_implausible_size(catalog.root.tensors[fqn])
     _refuse_foreign(target, overwrite)
     # One third each for data that is read, for data in transfer, and for DCP's copies.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), ByteCounter(tensors.nbytes, progress))

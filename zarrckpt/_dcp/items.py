@@ -20,7 +20,7 @@ from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.torch_archives import load_torch
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import ReplicaPart
+from zarrckpt._plan.global_state import ReplicaPart
 from zarrckpt._ranks.torch_private import merged_plans
 from zarrckpt._state.digests import content_digest
 

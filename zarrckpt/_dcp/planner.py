@@ -33,7 +33,7 @@ from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.match import StateMatch
-from zarrckpt._ranks.group import in_use
+from zarrckpt._ranks.group import has_default_group
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
 from zarrckpt._state.local_state import refuse_unsaveable
@@ -71,7 +71,7 @@ class ZarrSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank's items, with digests of their contents if there are other ranks."""
         plan = super().create_local_plan()
-        return dataclasses.replace(plan, storage_data=make_notes(plan, self)) if in_use() else plan
+        return dataclasses.replace(plan, storage_data=make_notes(plan, self)) if has_default_group() else plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks. Raises UnsupportedLayoutError if their boxes overlap or leave gaps."""

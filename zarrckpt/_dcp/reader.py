@@ -165,11 +165,15 @@ class ZarrStorageReader(StorageReader):
                 f"{min(saves)[:8]}, others {max(saves)[:8]}. Nothing was loaded. Load again"
             )
         shares: dict[int, Shares] = {rank: {} for rank in range(len(plans))}
-        if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
+        if (
+            len(plans) > 1
+            and self._catalog is not None
+            and self._options.shares_reads(is_local=self._catalog.store.is_local)
+        ):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:
-                self._catalog.refuse_more_chunks_than_checksums(nodes[fqn])
+                self._catalog.refuse_too_many_chunks(nodes[fqn])
             limit = max(1, self._options.max_inflight_bytes // 4)
             shares = plan_shares(range(len(plans)), nodes, boxes_of_ranks(targets), len(plans), limit)
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares.values()) else None
@@ -217,7 +221,7 @@ class ZarrStorageReader(StorageReader):
         tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
         self._check_dtypes(catalog.root, tensors, planner)
-        read = partial(catalog.read_object, allow_pickle=self._allow_pickle)
+        read = partial(catalog.read_non_tensor, allow_pickle=self._allow_pickle)
         # In parallel, because each blob needs a request.
         found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.explaining_damage():

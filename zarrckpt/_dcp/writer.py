@@ -29,13 +29,13 @@ from zarrckpt._dcp.planner import returns_state_tensors
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions
-from zarrckpt._plan.holders import gather_state
+from zarrckpt._plan.global_state import gather_state
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.torch_private import sent_plans
-from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of
+from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of_differing
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import RankSave
 from zarrckpt._store import Url
@@ -166,13 +166,13 @@ class ZarrStorageWriter(StorageWriter):
         gathered, digests = describe_states(plans)
         only, differing = differing_parts(digests)
         state = gather_state(gathered, only)
-        warn_of({**state.differing, **differing})
+        warn_of_differing({**state.differing, **differing})
         planned = plan_save(state, self._request.options.plan)
         self._layout, self._hollow = planned.layout, state.hollow
         members = tuple(gathered.members)
         self._alone = len(members) == 1
         name = self._save.begin(planned.layout)
-        channel = ChannelName.new(members) if planned.moves else None
+        channel = ChannelName.new(members) if planned.moves_pieces else None
         tasks = [_SaveTask(planned.rank_plan(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 

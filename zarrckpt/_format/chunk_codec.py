@@ -12,8 +12,8 @@ from zarrckpt._format.chunk_layout import (
     CRC_BYTES,
     RawArray,
     bytes_of,
-    chunk_index,
     crc_bytes,
+    encode_chunk_index,
     max_stored_subchunk_bytes,
     raw_dtype,
     subchunk_bytes,
@@ -29,7 +29,7 @@ GROUP_BYTES = 2 << 20
 """Approximate bytes per write if a chunk is written in parts. More bytes would not stay in the CPU cache."""
 
 
-class Target(Protocol):
+class BoxTarget(Protocol):
     """Memory for the elements of a box: an array of raw elements, or an object that copies them to other memory."""
 
     @property
@@ -128,7 +128,7 @@ class ChunkEncoder:
             self.checksums.append(crc)
             self.sizes.append(stored + CRC_BYTES)
             begins.append(begins[-1] + self.sizes[-1])
-        group.append(chunk_index(self._node, begins))
+        group.append(encode_chunk_index(self._node, begins))
         self.nbytes = begins[-1] + len(group[-1])
         yield group
 
@@ -181,7 +181,7 @@ def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 
-def straight_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: Target) -> RawArray | None:
+def find_contiguous_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
     """Return a view of the bytes of a target that a subchunk fills, or None if they are not contiguous.
 
     The target has the shape of the box.
@@ -198,7 +198,7 @@ def straight_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: 
     return bytes_of(part) if part.flags.c_contiguous else None
 
 
-def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: Target) -> int:
+def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: BoxTarget) -> int:
     """Copy the elements that a subchunk shares with a box to a target of the box's shape. Return the bytes copied.
 
     ``data`` has the bytes of the elements of the subchunk.

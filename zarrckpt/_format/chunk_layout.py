@@ -67,7 +67,7 @@ def max_stored_subchunk_bytes(node: ArrayNode) -> int:
     return CRC_BYTES + (nbytes if node.compression is None else max_compressed_bytes(nbytes))
 
 
-def chunk_index(node: ArrayNode, begins: Sequence[int]) -> bytes:
+def encode_chunk_index(node: ArrayNode, begins: Sequence[int]) -> bytes:
     """Return the index of a chunk object and its checksum, or b"" if the chunk has no subchunks.
 
     The index has the byte offset and the length of each subchunk. ``begins`` has the byte offset of each subchunk, and
@@ -81,7 +81,7 @@ def chunk_index(node: ArrayNode, begins: Sequence[int]) -> bytes:
 
 
 def index_bytes(node: ArrayNode) -> int:
-    """Return the size of :func:`chunk_index` in bytes."""
+    """Return the size of :func:`encode_chunk_index` in bytes."""
     return 0 if node.grid.subchunk_shape is None else node.grid.subchunks_per_chunk * INDEX_BYTES + CRC_BYTES
 
 
@@ -149,7 +149,7 @@ class ChunkTable:
                 return False
         if byte_offset > begins[-1] or end != self.object_size:
             return True
-        return stored[begins[-1] - byte_offset :].tobytes() == chunk_index(self._node, begins)
+        return stored[begins[-1] - byte_offset :].tobytes() == encode_chunk_index(self._node, begins)
 
     def align(self, start: int, stop: int) -> tuple[int, int]:
         """Return the begin and end of the subchunks and index that contain the bytes from ``start`` to ``stop``."""

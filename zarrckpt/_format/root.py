@@ -119,8 +119,8 @@ class Root:
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ArrayNode)}
 
     @cached_property
-    def objects(self) -> dict[str, ValueEntry | BlobEntry]:
-        """The entries that are Python objects."""
+    def non_tensors(self) -> dict[str, ValueEntry | BlobEntry]:
+        """The entries that are values or blobs."""
         return {fqn: entry for fqn, entry in self.entries.items() if not isinstance(entry, ArrayNode)}
 
     def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:

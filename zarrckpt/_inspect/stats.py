@@ -153,7 +153,7 @@ def map_chunks(
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:
     node = catalog.root.tensors[fqn]
-    return catalog.stored(node).read(box).reshape(-1).view(node.dtype.numpy)
+    return catalog.stored_array(node).read(box).reshape(-1).view(node.dtype.numpy)
 
 
 def blocks(*arrays: NumberArray, size: int = _BLOCK) -> Iterator[tuple[NumberArray, ...]]:

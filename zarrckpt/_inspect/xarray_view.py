@@ -20,7 +20,7 @@ def open_tree(entries: Selection, group: str) -> Any:
     inside = f"{path}/" if path else ""
     selected = {node.path.removeprefix(inside) for node in root.arrays(names) if node.path.startswith(inside)}
     group_path = join(root.tree, path) or None
-    tree: Any = xarray.open_datatree(entries._zarr_store, engine="zarr", group=group_path, zarr_format=3)
+    tree: Any = xarray.open_datatree(entries._catalog.zarr_store, engine="zarr", group=group_path, zarr_format=3)
     if len(names) < len(root.entries):
         tree = _select_variables(tree, selected)
     # These replace the root's own attributes, the table of all entries, which xarray would show with the tree.

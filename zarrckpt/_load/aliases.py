@@ -33,12 +33,12 @@ def separate_targets(
     kept, conflicts = dict(enumerate(targets)), []
     for group in _find_groups([target.tensor for target in targets]):
         members = [targets[index] for index in group]
-        if _are_one(catalog, members):
+        if _are_same_view_and_content(catalog, members):
             for index in group[1:]:
                 del kept[index]
-            kept[group[0]] = dataclasses.replace(members[0], filled=_call_all([one.filled for one in members]))
-        elif _agree(catalog, members, limit):
-            kept.update((index, _copied_later(targets[index])) for index in group)
+            kept[group[0]] = dataclasses.replace(members[0], on_filled=_call_all([one.on_filled for one in members]))
+        elif _have_equal_contents(catalog, members, limit):
+            kept.update((index, _fill_by_copy(targets[index])) for index in group)
         else:
             conflicts.append(sorted({one.name or one.fqn for one in members}))
     return list(kept.values()), conflicts
@@ -182,7 +182,7 @@ def _as_array(view: _View) -> np.ndarray[Any, Any]:
 # -- the contents of a group
 
 
-def _are_one(catalog: Catalog, members: Sequence[TensorTarget]) -> bool:
+def _are_same_view_and_content(catalog: Catalog, members: Sequence[TensorTarget]) -> bool:
     """Whether targets are the same view and their stored contents have the same checksums."""
     first = members[0]
     return all(_form(one) == _form(first) for one in members) and all(
@@ -204,9 +204,9 @@ def _same_checksums(catalog: Catalog, a: TensorTarget, b: TensorTarget) -> bool:
     if (node.grid, node.dtype, node.compression) != (other.grid, other.dtype, other.compression):
         return False
     for one in nodes:
-        catalog.refuse_more_chunks_than_checksums(one)
+        catalog.refuse_too_many_chunks(one)
     with catalog.explaining_damage():
-        stored = [catalog.stored(one) for one in nodes]
+        stored = [catalog.stored_array(one) for one in nodes]
     for chunk in node.grid.chunks_of(a.box):
         numbers = subchunks_in(node.grid, chunk, a.box)
         mine, theirs = (one.table(chunk).checksums[numbers] for one in stored)
@@ -215,7 +215,7 @@ def _same_checksums(catalog: Catalog, a: TensorTarget, b: TensorTarget) -> bool:
     return True
 
 
-def _agree(catalog: Catalog, members: Sequence[TensorTarget], limit: int) -> bool:
+def _have_equal_contents(catalog: Catalog, members: Sequence[TensorTarget], limit: int) -> bool:
     """Whether all targets that share memory can hold their contents. Reads the contents into a copy of that memory."""
     tensors = [one.tensor for one in members]
     views = [_view_of(index, tensor)[1] for index, tensor in enumerate(tensors)]
@@ -243,16 +243,16 @@ def _agree(catalog: Catalog, members: Sequence[TensorTarget], limit: int) -> boo
     return all(np.array_equal(raw_view(a), raw_view(b)) for a, b in zip(shared, own, strict=True))
 
 
-def _copied_later(target: TensorTarget) -> TensorTarget:
+def _fill_by_copy(target: TensorTarget) -> TensorTarget:
     """Return the target with a separate buffer, which is copied to the target's tensor after all reads."""
     own = torch.empty_like(target.tensor)
 
     def copy() -> None:
         with torch.no_grad(), torch.inference_mode(target.tensor.is_inference()):
             target.tensor.copy_(own)
-        target.filled()
+        target.on_filled()
 
-    return dataclasses.replace(target, tensor=own, filled=copy)
+    return dataclasses.replace(target, tensor=own, on_filled=copy)
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

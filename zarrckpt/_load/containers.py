@@ -20,12 +20,12 @@ class ContainerLocation(NamedTuple):
     containers: tuple[str, ...]
 
 
-def move_path(path: StatePath, stem: str, own: StatePath | ContainerLocation) -> StatePath | None:
-    """Return a path whose keys up to ``stem`` are those of ``own``, or None if ``stem`` is not on the path."""
+def move_path(path: StatePath, stem: str, start: StatePath | ContainerLocation) -> StatePath | None:
+    """Return a path with ``start`` instead of its keys up to ``stem``, or None if ``stem`` is not on the path."""
     for depth in range(1, len(path) + 1):
         if path.stem(depth) == stem:
-            known = depth + len(own.containers) - len(own.keys)
-            return StatePath((*own.keys, *path.keys[depth:]), (*own.containers, *path.containers[known:]))
+            known = depth + len(start.containers) - len(start.keys)
+            return StatePath((*start.keys, *path.keys[depth:]), (*start.containers, *path.containers[known:]))
     return None
 
 

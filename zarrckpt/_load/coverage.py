@@ -30,7 +30,7 @@ class Findings:
     """One rank's message to the coordinator about names that need a target on at least one rank."""
 
     idle: list[str]
-    """The patterns that match no target of this rank."""
+    """The patterns of ``keys`` that match no target of this rank."""
     unmatched: Mask
     """The entries below this rank's modules and optimizers that have no target on this rank."""
     targets: Mask
@@ -53,17 +53,17 @@ def find_coverage(object_match: ObjectMatch) -> Findings:
 def check_coverage(object_match: ObjectMatch, found: Sequence[Findings], *, strict: bool) -> Mask:
     """If strict, raise KeyMismatchError for a pattern or a module's entry that has no target on any rank.
 
-    ``object_match`` is the coordinator's. Returns a mask of the entries that each rank that offered them loads in
-    addition.
+    ``object_match`` is the coordinator's. Returns the accepted offers: the offered entries that have no target on any
+    rank. Each rank loads those that it has offered.
     """
     matched = np.bitwise_or.reduce([one.targets for one in found])
     if strict:
         _refuse_idle(object_match, found)
         _refuse_unmatched(object_match, np.bitwise_or.reduce([one.unmatched for one in found]) & ~matched)
     else:
-        _warn_of_idle_objects(object_match, names_in(object_match, matched))
-    mask: Mask = np.bitwise_or.reduce([one.offered for one in found]) & ~matched
-    return mask
+        _warn_of_unloaded_objects(object_match, names_in(object_match, matched))
+    accepted: Mask = np.bitwise_or.reduce([one.offered for one in found]) & ~matched
+    return accepted
 
 
 def names_in(object_match: ObjectMatch, mask: Mask) -> list[str]:
@@ -90,10 +90,10 @@ def _refuse_unmatched(object_match: ObjectMatch, mask: Mask) -> None:
         )
 
 
-def _warn_of_idle_objects(object_match: ObjectMatch, matched: list[str]) -> None:
+def _warn_of_unloaded_objects(object_match: ObjectMatch, matched: list[str]) -> None:
     """Warn if a module or optimizer gets no entry, because the checkpoint may have it under a different name."""
-    loaded = [*matched, *object_match.sources.elements]
-    for prefix in object_match.plain.exact:
+    loaded = [*matched, *object_match.per_rank_sources.elements]
+    for prefix in object_match.plain.exact_prefixes:
         lacks = any(name.startswith(prefix) for name in object_match.state_match.missing)
         if lacks and not any(name.startswith(prefix) for name in loaded):
             some = sorted({name.partition(".")[0] for name in object_match.saved.entries})[:5]

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from zarrckpt._errors import KeyMismatchError, warn
-from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
+from zarrckpt._format.chunk_codec import BoxTarget, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import Progress, in_thread, run_jobs
@@ -22,10 +22,10 @@ from zarrckpt._read.chunks import (
     Job,
     StoredSubchunks,
     fetch,
-    fetched,
+    fetch_in_budget,
     request_ranges,
     subchunks_in,
-    unpacked,
+    unpack,
     unpacking_bytes,
 )
 from zarrckpt._state.tensors import CopiedTensor, can_view, raw_view, target_fault, torch_dtype, transfer_memory
@@ -38,24 +38,28 @@ class TensorTarget:
     fqn: str
     box: Box
     tensor: torch.Tensor
-    filled: Callable[[], None] = lambda: None
+    on_filled: Callable[[], None] = lambda: None
     """Called when all tensors of the load are filled."""
     name: str = ""
     """The flat name of the target in the state, or '' if it is the fqn."""
 
 
-class _FillTarget:
+_Pack = tuple[Box, RawArray]
+"""A box that another rank fills, and the memory in the message for the overlap of the box with a range."""
+
+
+class _PreparedTarget:
     """A tensor to fill: its memory if that is raw CPU memory, otherwise an adapter that copies to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
-        self.box, self.finish, self.device = target.box, target.filled, target.tensor.device
+        self.box, self.on_filled, self.device = target.box, target.on_filled, target.tensor.device
         if (fault := target_fault(target.tensor)) is not None:
             raise KeyMismatchError(f"{target.fqn!r} {fault}")
         node = catalog.root.tensors[target.fqn]
         self.nbytes = target.box.size * node.dtype.itemsize
         dtype, tensor = torch_dtype(node), target.tensor.detach()
         # Computed once, because each torch call releases the GIL and then waits until other threads release it.
-        self.memory: Target = raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
+        self.memory: BoxTarget = raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
 
 
 class TensorReads:
@@ -74,9 +78,9 @@ class TensorReads:
         self._progress = progress
         self._report_alive = report_alive
         self._stopped = False
-        self._targets: dict[str, list[_FillTarget]] = {}
+        self._targets: dict[str, list[_PreparedTarget]] = {}
         for target in targets:
-            self._targets.setdefault(target.fqn, []).append(_FillTarget(catalog, target))
+            self._targets.setdefault(target.fqn, []).append(_PreparedTarget(catalog, target))
         self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
         """The numbers of the subchunks that :meth:`share` copied to targets, by fqn, chunk and box of the target."""
         self._lock = threading.Lock()
@@ -87,7 +91,7 @@ class TensorReads:
         self.bytes_read = 0
         """The number of bytes that this rank has fetched."""
 
-    def _all(self) -> Iterator[_FillTarget]:
+    def _all(self) -> Iterator[_PreparedTarget]:
         return (target for targets in self._targets.values() for target in targets)
 
     def read(self) -> None:
@@ -97,7 +101,7 @@ class TensorReads:
         """
         self._run_jobs(self._own_jobs())
         for target in self._all():
-            target.finish()
+            target.on_filled()
 
     def stop(self) -> None:
         """Make :meth:`read` end soon, with an error, because another rank failed. Called in a different thread."""
@@ -109,21 +113,21 @@ class TensorReads:
             if self._stopped:
                 raise StoppedError
             node = self._catalog.root.tensors[fqn]
-            self._catalog.refuse_more_chunks_than_checksums(node)
-            wanting: dict[Ints, list[_FillTarget]] = {}
+            self._catalog.refuse_too_many_chunks(node)
+            targets_of: dict[Ints, list[_PreparedTarget]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):
-                    wanting.setdefault(chunk, []).append(target)
-            if not wanting:
+                    targets_of.setdefault(chunk, []).append(target)
+            if not targets_of:
                 continue
-            stored = self._catalog.stored(node)
-            for chunk, those in wanting.items():
-                if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
-                    for job in stored.chunk_jobs(chunk, those[0].box, those[0].memory, self._budget):
+            array = self._catalog.stored_array(node)
+            for chunk, in_chunk in targets_of.items():
+                if len(in_chunk) == 1 and (fqn, chunk, in_chunk[0].box) not in self._delivered:
+                    for job in array.chunk_jobs(chunk, in_chunk[0].box, in_chunk[0].memory, self._budget):
                         yield partial(self._count_job, job)
                     continue
-                needing: dict[int, list[_FillTarget]] = {}
-                for target in those:
+                needing: dict[int, list[_PreparedTarget]] = {}
+                for target in in_chunk:
                     delivered = self._delivered.get((fqn, chunk, target.box), set())
                     for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
                         needing.setdefault(number, []).append(target)
@@ -133,21 +137,21 @@ class TensorReads:
     def _count_job(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_FillTarget]]) -> None:
+    def _read_range(self, subchunks: SubchunkRange, needing: dict[int, list[_PreparedTarget]]) -> None:
         """Fetch consecutive subchunks, and copy each to the targets that need it."""
         part = self._part(subchunks)
-        with fetched(part, self._budget) as (stored, scratch):
+        with fetch_in_budget(part, self._budget) as (stored, scratch):
             self._count(len(stored), 0)
             for number, one in part.each(stored):
-                elements = unpacked(part, number, one, scratch)
+                elements = unpack(part, number, one, scratch)
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
     def _part(self, subchunks: SubchunkRange) -> StoredSubchunks:
-        array = self._catalog.stored(self._catalog.root.tensors[subchunks.fqn])
+        array = self._catalog.stored_array(self._catalog.root.tensors[subchunks.fqn])
         return StoredSubchunks(array, subchunks.chunk, subchunks.numbers, array.table(subchunks.chunk))
 
-    def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _FillTarget) -> None:
+    def _copy(self, part: StoredSubchunks, number: int, elements: RawArray, target: _PreparedTarget) -> None:
         self._count(0, copy_shared(part.node, part.chunk_index, number, elements, target.box, target.memory))
 
     def _count(self, fetched: int, filled: int) -> None:
@@ -171,9 +175,13 @@ class TensorReads:
         for index, step in enumerate(steps):
             if self._stopped:
                 raise StoppedError
+            # Copy the fetched ranges to own targets, and to the messages for other ranks.
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
-            self._run_jobs(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
+            self._run_jobs(
+                partial(self._unpack, subchunks, data, packs.get(subchunks, ())) for subchunks, data in stored.items()
+            )
+            # Transfer the messages, and fetch the ranges of the next round in the meantime.
             following = steps[index + 1] if index + 1 < len(steps) else None
             with in_thread(partial(self._fetch_ranges, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))
@@ -194,15 +202,15 @@ class TensorReads:
         """Fetch and return the ranges of a round. None stands for the end, and returns an empty dict."""
         reads = [] if step is None else step.reads
 
-        def one(subchunks: SubchunkRange) -> RawArray:
+        def fetch_range(subchunks: SubchunkRange) -> RawArray:
             if self._stopped:
                 raise StoppedError
             stored = fetch(self._part(subchunks))
             self._count(len(stored), 0)
             return stored
 
-        found = run_jobs((partial(one, subchunks) for subchunks in reads), self._catalog.store.useful_concurrency)
-        return dict(zip(reads, found, strict=True))
+        jobs = (partial(fetch_range, subchunks) for subchunks in reads)
+        return dict(zip(reads, run_jobs(jobs, self._catalog.store.useful_concurrency), strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:
         """Return the size in bytes of each part of a message."""
@@ -226,7 +234,7 @@ class TensorReads:
         begins = [0] * len(packs)
         with self._budget.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
-                elements = unpacked(part, number, one, scratch)
+                elements = unpack(part, number, one, scratch)
                 for target in targets:
                     self._copy(part, number, elements, target)
                 for index, (box, out) in enumerate(packs):
@@ -266,10 +274,6 @@ class TensorReads:
         """Record that the subchunks of a range were copied to all targets with this box."""
         with self._lock:
             self._delivered.setdefault((subchunks.fqn, subchunks.chunk, box), set()).update(subchunks.numbers)
-
-
-_Pack = tuple[Box, RawArray]
-"""A box that another rank fills, and the memory in the message for the overlap of the box with a range."""
 
 
 def _as_elements(part: StoredSubchunks, data: RawArray, box: Box) -> RawArray:

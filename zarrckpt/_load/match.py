@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,21 +16,22 @@ from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.rebuilt_containers import RebuiltContainers
 from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors, to_local_boxes
-from zarrckpt._state.local_state import PER_RANK, format_lines
+from zarrckpt._state.local_state import PER_RANK_FAULT, format_lines
 from zarrckpt._state.per_rank import PerRank, PerRankSources
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 from zarrckpt._state.tensors import plain_tensor, target_fault
 from zarrckpt._state.torch_kinds import is_dtensor
 
-_ONE_SIDED = "strict=False skips keys that only the state or only the checkpoint has"
+_SHAPES_STEP = "Shapes must match, so build the model with the checkpoint's sizes or leave these keys out"
+_DTYPES_STEP = "allow_cast=True converts dtypes"
+_ONE_SIDED_STEP = "strict=False skips keys that only the state or only the checkpoint has"
 
-_STEPS = {
-    " has shape ": "Shapes must match, so build the model with the checkpoint's sizes or leave these keys out",
-    " has dtype ": "allow_cast=True converts dtypes",
-    " is not in the checkpoint": _ONE_SIDED,
-    " has no target": _ONE_SIDED,
-}
-"""The next step for each kind of difference, by a text in its description."""
+
+class _Difference(NamedTuple):
+    """A difference between a target and the checkpoint, and the next step for its kind, or ""."""
+
+    text: str
+    next_step: str = ""
 
 
 class StateMatch:
@@ -64,16 +65,20 @@ class StateMatch:
         self.containers = containers = containers or RebuiltContainers({}, sources=sources)
         self._strict, self._allow_cast = strict, allow_cast
         entries = self._entries = saved.entries
+        self._subtrees: dict[str, StatePath] = {}
+        """The paths of targets that have a subtree in the checkpoint, by name."""
+        self._stem_of: dict[str, str] = {}
+        """The target of this kind that contains each entry of these subtrees."""
         flat, paths = flatten(state)
         for fqn, leaf in flat.items():
             if isinstance(leaf, PerRank):
-                raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
+                raise UnsupportedValueError(f"{fqn!r} {PER_RANK_FAULT}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
         # A module or optimizer with an empty state loads nothing.
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
-        requested = sources.without_others(filter(select, entries))
+        requested = sources.drop_other_names(filter(select, entries))
         containers.fit(flat, paths, selected, entries, requested, saved.paths)
         self.missing = sorted(selected.keys() - entries.keys())
         """The names of targets that the checkpoint lacks."""
@@ -93,13 +98,13 @@ class StateMatch:
         ``required`` is called with each flat name in the checkpoint that has no target. If it returns true, the name is
         a difference.
         """
-        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded}, required)
+        self._refuse_differences(required)
         for fqn in self.loaded:
             self.leaves[fqn] = to_local_boxes(fqn, self._target(fqn, self._selected[fqn]))
 
-    def take(self, names: Iterable[str]) -> None:
+    def add_offered(self, names: Iterable[str]) -> None:
         """Add offered entries of :attr:`containers` to the entries to load. Call it after :meth:`check`."""
-        for fqn, path in self.containers.take(names).items():
+        for fqn, path in self.containers.accept(names).items():
             self._selected[fqn], self.paths[fqn] = None, path
             self.leaves[fqn] = self._target(fqn, None)
         self.loaded = sorted(self.leaves)
@@ -108,8 +113,6 @@ class StateMatch:
     def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: SavedEntries) -> None:
         """Replace non-tensor targets that have a subtree in the checkpoint by the entries of this subtree."""
         absent = {fqn for fqn in selected if fqn not in self._entries and not isinstance(selected[fqn], torch.Tensor)}
-        self._subtrees: dict[str, StatePath] = {}
-        self._stem_of: dict[str, str] = {}
         if not absent:
             return
         for fqn in self._entries:
@@ -125,7 +128,7 @@ class StateMatch:
         for stem in self._subtrees:
             del selected[stem]
 
-    def make_private(self, fqns: Iterable[str]) -> None:
+    def replace_by_new_tensors(self, fqns: Iterable[str]) -> None:
         """Replace tensor targets by new tensors, also in the state. Sharded tensors other than DTensors are kept."""
         copied: set[tuple[Any, ...]] = set()
         for fqn in fqns:
@@ -145,17 +148,22 @@ class StateMatch:
             return _new_tensor(fqn, entry)
         return leaf
 
-    def _refuse(self, targets: Mapping[str, Any], required: Callable[[str], bool]) -> None:
-        faults = [fault for fqn, leaf in targets.items() if (fault := self._fault(fqn, leaf, self._entries[fqn]))]
+    def _refuse_differences(self, required: Callable[[str], bool]) -> None:
+        found = [self._difference(fqn, self._selected[fqn], self._entries[fqn]) for fqn in self.loaded]
+        differences = [difference for difference in found if difference is not None]
         if self._strict:
-            faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
-            faults += [without_target(fqn) for fqn in self.unexpected if required(fqn)]
-        if faults:
-            steps = [step for words, step in _STEPS.items() if any(words in fault for fault in faults)]
-            steps = [*dict.fromkeys(steps), "keys=[...] loads only the named entries"]
+            differences += [_Difference(f"{fqn!r} is not in the checkpoint", _ONE_SIDED_STEP) for fqn in self.missing]
+            differences += [
+                _Difference(without_target(fqn), _ONE_SIDED_STEP) for fqn in self.unexpected if required(fqn)
+            ]
+        if differences:
+            needed = {difference.next_step for difference in differences}
+            steps = [step for step in (_SHAPES_STEP, _DTYPES_STEP, _ONE_SIDED_STEP) if step in needed]
+            steps.append("keys=[...] loads only the named entries")
             raise KeyMismatchError(
-                f"{len(faults)} entries of the target and the checkpoint differ. Nothing was loaded:"
-                f"{format_lines(faults)}\n{self._close_names()}{'. '.join(steps)}"
+                f"{len(differences)} entries of the target and the checkpoint differ. Nothing was loaded:"
+                f"{format_lines([difference.text for difference in differences])}\n"
+                f"{self._close_names()}{'. '.join(steps)}"
             )
 
     def _close_names(self) -> str:
@@ -164,18 +172,20 @@ class StateMatch:
             return ""
         return did_you_mean(self.missing, self.unexpected, "rename= loads entries under other names")
 
-    def _fault(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> str | None:
+    def _difference(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> _Difference | None:
         if not isinstance(leaf, torch.Tensor):
             return None
         if (fault := next(filter(None, map(target_fault, local_tensors(leaf))), None)) is not None:
-            return f"{fqn!r} {fault}"
+            return _Difference(f"{fqn!r} {fault}")
         shape = global_shape(leaf)
         if entry is None:
-            return f"{fqn!r} is a tensor of shape {shape} in the target, but a non-tensor value in the checkpoint"
+            return _Difference(
+                f"{fqn!r} is a tensor of shape {shape} in the target, but a non-tensor value in the checkpoint"
+            )
         if shape != entry.shape:
-            return f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}"
+            return _Difference(f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}", _SHAPES_STEP)
         if leaf.dtype != entry.dtype and not self._allow_cast:
-            return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}"
+            return _Difference(f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}", _DTYPES_STEP)
         return None
 
     # -- reads
@@ -190,7 +200,7 @@ class StateMatch:
             else:
                 yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
-    def values(self) -> list[str]:
+    def value_names(self) -> list[str]:
         """Return the names of the entries to read that are not tensors."""
         return [fqn for fqn in self.leaves if self._entries[fqn] is None]
 

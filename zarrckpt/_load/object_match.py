@@ -43,33 +43,33 @@ class ObjectMatch:
         allow_cast: bool,
     ) -> None:
         self.saved = saved
-        self.sources = PerRankSources(saved.paths)
+        self.per_rank_sources = PerRankSources(saved.paths)
         """The rank whose state each PerRank loads, and the elements of stacks that this rank loads."""
-        known = _with_elements(saved, self.sources.elements)
+        known = _with_elements(saved, self.per_rank_sources.elements)
         self.selection = KeySelection(keys, known.entries)
         requested = RequestedEntries(known, self._is_requested, everything=keys is None, allow_cast=allow_cast)
-        self.plain = objects.for_load(state, requested, self.sources.source)
+        self.plain = objects.convert_for_load(state, requested, self.per_rank_sources.choose_rank)
         """The state with state dicts instead of objects. Its leaves are the targets."""
-        self.sources.drop_other_elements()
-        exact = {prefix[:-1] for prefix in self.plain.exact}
-        statefuls = {prefix[:-1] for prefix in self.plain.statefuls}
+        self.per_rank_sources.drop_other_elements()
+        exact = {prefix[:-1] for prefix in self.plain.exact_prefixes}
+        statefuls = {prefix[:-1] for prefix in self.plain.stateful_prefixes}
         containers = RebuiltContainers(
             find_rebuilt_containers(self.plain.state, statefuls, self.plain.per_rank, exact),
             exact=exact,
             per_rank=self.plain.per_rank,
             strict=strict,
             allow_cast=allow_cast,
-            sources=self.sources,
+            sources=self.per_rank_sources,
         )
         self.state_match = StateMatch(
-            _with_elements(saved, self.sources.elements),
+            _with_elements(saved, self.per_rank_sources.elements),
             self.plain.state,
             strict=strict,
             allow_cast=allow_cast,
             select=self._is_requested,
-            closed=self.plain.closed,
+            closed=self.plain.closed_dicts,
             containers=containers,
-            sources=self.sources,
+            sources=self.per_rank_sources,
         )
         """The targets in :attr:`plain`."""
         self._check()
@@ -80,25 +80,26 @@ class ObjectMatch:
             )
 
     def _is_requested(self, fqn: str) -> bool:
-        return fqn not in self.sources.kept and self.selection.requests(fqn)
+        return fqn not in self.per_rank_sources.kept and self.selection.requests(fqn)
 
     def _check(self) -> None:
         """Raise KeyMismatchError for differences on this rank.
 
-        If there are any, the error also lists entries of modules and optimizers without a target on this rank.
+        An entry of a module or optimizer without a target on this rank is no difference, because another rank may have
+        the target. But if there are differences, the error lists these entries too.
         """
         try:
             # No other rank can have the target of this rank's element of a stack.
-            self.state_match.check(lambda fqn: fqn in self.sources.elements and self.is_of_object(fqn))
+            self.state_match.check(lambda fqn: fqn in self.per_rank_sources.elements and self.is_of_object(fqn))
         except KeyMismatchError:
             try:
                 self.state_match.check(self.is_of_object)
             except KeyMismatchError as err:
-                raise self.sources.explain_missing(err, self.state_match.missing) from None
+                raise self.per_rank_sources.explain_missing(err, self.state_match.missing) from None
 
     def is_of_object(self, fqn: str) -> bool:
         """Whether an entry of the checkpoint belongs to a module or an optimizer of the state."""
-        return fqn.startswith(tuple(self.plain.exact))
+        return fqn.startswith(tuple(self.plain.exact_prefixes))
 
     def description(self) -> Description:
         """Return the boxes that this rank is to fill. Ranks exchange these to plan shared reads.
@@ -108,7 +109,7 @@ class ObjectMatch:
         shardings: dict[Sharding, int] = {}
         entries = []
         for fqn, leaf in self.state_match.leaves.items():
-            if fqn in self.sources.elements or self.saved.entries.get(fqn) is None:
+            if fqn in self.per_rank_sources.elements or self.saved.entries.get(fqn) is None:
                 continue
             # Without a dtype: ranks may cast to different ones.
             path = StatePath((self.saved.stored_name(fqn),), (DICT,))
@@ -118,34 +119,35 @@ class ObjectMatch:
     def tensors(self) -> Iterator[TensorTarget]:
         """Yield the tensors to fill, under their names in the checkpoint."""
         for target in self.state_match.tensors():
-            element = self.sources.elements.get(target.fqn)
+            element = self.per_rank_sources.elements.get(target.fqn)
             if element is not None:
                 box = Box((element.index, *target.box.offset), (1, *target.box.shape))
                 target = TensorTarget(element.stack, box, target.tensor[None], name=target.name)
             yield dataclasses.replace(target, fqn=self.saved.stored_name(target.fqn))
 
-    def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
+    def replace_by_new_tensors(self, names: Iterable[str], *, optimizers: bool = False) -> None:
         """Replace targets of Stateful objects (or of optimizers) by new tensors. ``restore`` passes these to them."""
-        owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.statefuls
-        self.state_match.make_private(name for name in names if name.startswith(tuple(owners)))
+        owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.stateful_prefixes
+        self.state_match.replace_by_new_tensors(name for name in names if name.startswith(tuple(owners)))
 
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read. Call it before :meth:`restore`."""
         containers, paths = self.state_match.containers, self.state_match.paths
-        moved = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
+        with_gaps = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
         for fqn, leaf in {**self.state_match.leaves, **values}.items():
-            if moved and any(paths[fqn][:depth] in moved for depth in range(len(paths[fqn]))):
+            if with_gaps and any(paths[fqn][:depth] in with_gaps for depth in range(len(paths[fqn]))):
                 continue
             # A Stateful may ignore an entry that its state does not have.
-            if not (fqn in containers.added or fqn in containers.offered) or not self.plain.is_of_stateful(fqn):
+            is_new = fqn in containers.added or fqn in containers.offered
+            if not (is_new and self.plain.is_of_stateful(fqn)):
                 read.record(fqn, leaf)
 
-    def stored_in(self, key: str) -> list[str]:
+    def list_names_stored_in(self, key: str) -> list[str]:
         """Return the names of values and new tensors that the load stores in the dict under a key of the state.
 
         Excludes tensors that are filled in place and entries of objects.
         """
-        own = tuple(objects.prefix_of(keys) for keys, _ in self.plain.restore)
+        own = tuple(objects.prefix_of(keys) for keys, _ in self.plain.restore_calls)
         rows = ((fqn, self.state_match.paths[fqn]) for fqn in self.state_match.replaced)
         return [fqn for fqn, path in rows if path.keys[0] == key and len(path) > 1 and not f"{fqn}.".startswith(own)]
 

@@ -113,8 +113,11 @@ class RebuiltContainers:
         self.strict, self.allow_cast = strict, allow_cast
         self.sources = sources
         self.flat: Mapping[str, Any] = {}
+        """The targets by flat name, from :meth:`fit` on, like the next two."""
         self.paths: Mapping[str, StatePath] = {}
+        """Their paths in the state."""
         self.saved_paths: Mapping[str, StatePath] = {}
+        """The paths of the entries of the checkpoint, by name."""
         self.added: dict[str, StatePath] = {}
         """The names that are loaded without a target, with their paths in the state."""
         self.offered: dict[str, StatePath] = {}
@@ -162,14 +165,14 @@ class RebuiltContainers:
             found = found or self._containers.get(stem)
         return found
 
-    def take(self, names: Iterable[str]) -> dict[str, StatePath]:
-        """Mark offered names as loaded, and return their paths in the state."""
-        taken = {name: self.offered[name] for name in names if name in self.offered}
-        for name in taken:
+    def accept(self, names: Iterable[str]) -> dict[str, StatePath]:
+        """Mark those of the names that were offered as loaded, and return their paths in the state."""
+        accepted = {name: self.offered[name] for name in names if name in self.offered}
+        for name in accepted:
             container = self._container_of(name)
             assert container is not None
             container.changed = True
-        return taken
+        return accepted
 
     def is_rebuilt(self, name: str) -> bool:
         """Whether an entry belongs to a container that :meth:`put` rebuilds."""
@@ -224,9 +227,13 @@ class _ContainerMatch:
         self._all, self._container = containers, container
         self._selected, self._entries = selected, entries
         self._whole = not container.is_plain
+        """Whether the container must equal the saved one."""
         self._targets = {name for name in container.targets if name in containers.flat}
         """The names of targets, without entries below a target that stands for a whole subtree."""
         self._locations: dict[str, ContainerLocation] = {}
+        """The containers inside this one, by name."""
+        self._saved_stems: set[str] = set()
+        """The names of saved entries of this container, and of the containers above them."""
 
     def compare(self) -> None:
         """Determine the added, offered and dropped names. Tensors of a Stateful that do not fit get new memory."""
@@ -246,7 +253,7 @@ class _ContainerMatch:
         self._add([name for name in extra if name not in self._all.added])
         for name in lacking:
             if name not in self._all.dropped:
-                self._leave_out(name)
+                self._drop_lacking(name)
 
     def _fits(self, target: Any, entry: SavedTensor | None) -> bool:
         if not isinstance(target, torch.Tensor) or is_sharded(target):
@@ -272,7 +279,7 @@ class _ContainerMatch:
                     continue
                 if (own.containers[-1] == LIST) != (path.containers[len(own.keys)] == LIST):
                     if self._drop_below(stem):
-                        self._note(name, path)
+                        self._add_name(name, path)
                     break
 
     def _drop_below(self, stem: str) -> bool:
@@ -302,17 +309,17 @@ class _ContainerMatch:
                 continue
             if leaf is not None:
                 self._all.dropped[leaf] = self._selected.get(leaf)
-                self._note(name, path)
+                self._add_name(name, path)
             elif stem is not None and own.containers[-1] == LIST:
                 position = path.keys[len(own.keys)]
                 if isinstance(position, int):
                     items.setdefault(stem, []).append((position, name, path))
             elif gets_keys:
-                self._note(name, path, offered=not self._all.sources.is_own(name))
+                self._add_name(name, path, offered=not self._all.sources.is_chosen(name))
         for stem, found in items.items():
             self._add_items(stem, found)
 
-    def _note(self, name: str, path: StatePath, offered: bool = False) -> None:
+    def _add_name(self, name: str, path: StatePath, offered: bool = False) -> None:
         (self._all.offered if offered else self._all.added)[name] = path
         if not offered:
             self._container.changed = True
@@ -331,18 +338,18 @@ class _ContainerMatch:
             known += position == known
         for position, name, path in found:
             if position < known:
-                self._note(name, path)
+                self._add_name(name, path)
 
     def _replace(self, name: str) -> None:
         """Replace a container by a saved value or tensor."""
         if self._drop_below(name):
             own = self._locations[name]
-            self._note(name, StatePath(own.keys, own.containers[:-1]))
+            self._add_name(name, StatePath(own.keys, own.containers[:-1]))
 
-    def _leave_out(self, name: str) -> None:
+    def _drop_lacking(self, name: str) -> None:
         """Drop a target that the checkpoint lacks, if its container must equal the saved one."""
         target = self._selected[name]
-        items = self._items(name)
+        items = self._list_items_above(name)
         gone = next((item for item in items if item not in self._saved_stems), None)
         if gone is not None:
             self._drop_below(gone)
@@ -356,7 +363,7 @@ class _ContainerMatch:
             # A list index does not identify an item, because the saved list may have had a different item there.
             self._drop_below(name)
 
-    def _items(self, name: str) -> list[str]:
+    def _list_items_above(self, name: str) -> list[str]:
         """Return the names of the list items that contain a target, for lists that the checkpoint has."""
         path = self._all.paths[name]
         return [

@@ -12,7 +12,7 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._state.digests import content_digest, tensor_checksum
-from zarrckpt._state.flatten import flatten
+from zarrckpt._state.flatten import flatten, stems
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, to_local_boxes
 from zarrckpt._state.objects import PlainState
 from zarrckpt._state.optimizers import OptimizerTarget
@@ -81,15 +81,15 @@ class ReadEntries:
         changed: dict[str, str] = {}
         gone = []
         found, _ = flatten(now.state)
-        inner = {fqn[:index] for fqn in found for index, letter in enumerate(fqn) if letter == "."}
+        containers = {stem for fqn in found for stem in stems(fqn) if stem != fqn}
         for fqn, read in self._read.items():
-            if any(f"{fqn}.".startswith(prefix) for prefix in (*now.unreadable, *now.unasked)):
+            if any(f"{fqn}.".startswith(prefix) for prefix in (*now.unreadable, *now.unchecked)):
                 continue
             if fqn in found:
                 difference = self._difference(fqn, read, found[fqn])
                 if difference:
                     changed[fqn] = difference
-            elif fqn in inner:
+            elif fqn in containers:
                 changed[fqn] = "is now a container of other entries"
             else:
                 gone.append(fqn)

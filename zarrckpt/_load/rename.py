@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.matching import hint
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._state.saved_entries import KeyPath, SavedEntries, rest_below
+from zarrckpt._state.saved_entries import KeyPattern, SavedEntries, rest_below
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """A dict from name prefixes in the checkpoint to prefixes in the state, or a function of a name."""
 
 
-def rename_entries(saved: SavedEntries, rename: Rename, trained: Sequence[tuple[KeyPath, KeyPath]]) -> SavedEntries:
+def rename_entries(
+    saved: SavedEntries, rename: Rename, trained: Sequence[tuple[KeyPattern, KeyPattern]]
+) -> SavedEntries:
     """Return the entries of a checkpoint under new names, in the same order.
 
     ``trained`` has, for each optimizer in the state, the keys of the optimizer and of its module. If a parameter is
@@ -23,7 +25,7 @@ def rename_entries(saved: SavedEntries, rename: Rename, trained: Sequence[tuple[
     Raises KeyMismatchError if two entries get the same name, or if no entry has a prefix.
     """
     names = _new_names(saved, rename)
-    parameters: dict[KeyPath, dict[str, str]] = {}
+    parameters: dict[KeyPattern, dict[str, str]] = {}
     for optimizer, module in trained:
         own = parameters[optimizer] = _new_parameters(names, module)
         names = {old: _in_optimizer(new, optimizer, own) for old, new in names.items()}
@@ -57,10 +59,10 @@ def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
     used = set()
     names = {}
     for name in saved.entries:
-        begin = next((begin for begin in longest_first if _begins(name, begin)), None)
-        used.add(begin)
-        names[name] = name if begin is None else f"{rename[begin]}{name[len(begin) :]}"
-    if idle := [begin for begin in rename if begin not in used]:
+        prefix = next((prefix for prefix in longest_first if _has_prefix(name, prefix)), None)
+        used.add(prefix)
+        names[name] = name if prefix is None else f"{rename[prefix]}{name[len(prefix) :]}"
+    if idle := [prefix for prefix in rename if prefix not in used]:
         raise KeyMismatchError(
             f"nothing was loaded, because no entry of the checkpoint begins with the prefixes {idle} of rename=: "
             f"{hint(idle[0].rstrip('.'), saved.entries)}"
@@ -68,12 +70,12 @@ def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
     return names
 
 
-def _begins(name: str, begin: str) -> bool:
-    whole_keys = begin if not begin or begin.endswith(".") else f"{begin}."
-    return name == begin or name.startswith(whole_keys)
+def _has_prefix(name: str, prefix: str) -> bool:
+    whole_keys = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+    return name == prefix or name.startswith(whole_keys)
 
 
-def _new_parameters(names: Mapping[str, str], module: KeyPath) -> dict[str, str]:
+def _new_parameters(names: Mapping[str, str], module: KeyPattern) -> dict[str, str]:
     """Return the new names of a module's renamed parameters, by old name.
 
     Assumes that the module has the same number of keys above it in the checkpoint as in the state.
@@ -87,7 +89,7 @@ def _new_parameters(names: Mapping[str, str], module: KeyPath) -> dict[str, str]
     return found
 
 
-def _in_optimizer(name: str, optimizer: KeyPath, parameters: Mapping[str, str]) -> str:
+def _in_optimizer(name: str, optimizer: KeyPattern, parameters: Mapping[str, str]) -> str:
     rest = rest_below(name, (*optimizer, "state")) if parameters else None
     end = len(rest) if rest is not None else 0
     while rest is not None and (end := rest.rfind(".", 0, end)) > 0:

@@ -24,14 +24,14 @@ from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.description import Description
-from zarrckpt._plan.holders import gather_boxes
+from zarrckpt._plan.global_state import gather_boxes
 from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import LoadReport
 from zarrckpt._state.local_state import format_lines
-from zarrckpt._state.objects import for_check, optimizers_and_modules
+from zarrckpt._state.objects import convert_for_check, optimizers_and_modules
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import StoreSpec, Url
@@ -48,9 +48,9 @@ class LoadRequest:
     allow_cast: bool
     options: LoadOptions
     progress: Progress | None
-    droppable: frozenset[str] = frozenset()
-    """The keys of the state whose dicts are referenced only by the call, so that loaded values would be lost."""
-    rename: Rename | None = None
+    rename: Rename | None
+    unreferenced: frozenset[str]
+    """The keys of the state whose dicts only the call references, so that values loaded into them are lost."""
 
     @classmethod
     def from_arguments(
@@ -65,30 +65,39 @@ class LoadRequest:
         allow_pickle: bool = False,
         allow_cast: bool = False,
         progress: Progress | None = None,
+        unreferenced: frozenset[str] = frozenset(),
     ) -> LoadRequest:
-        """Check the arguments of :func:`zarrckpt.load`. Raises TypeError or ValueError with the argument's name."""
+        """Check the arguments of :func:`zarrckpt.load`. Raises TypeError or ValueError with the argument's name.
+
+        ``url`` is None if the caller chooses the checkpoint later. ``unreferenced`` is described at the field.
+        """
         options = checked_options(options, LoadOptions)
         spec = StoreSpec(url, storage_options, concurrency=options.concurrency)
-        patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+        if isinstance(keys, str):
+            keys = [keys]
+        patterns = None if keys is None else list(keys)
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
             raise TypeError(f"rename must be a dict of name prefixes or a callable, got a {type(rename).__name__}")
-        return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename=rename)
+        return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename, unreferenced)
 
 
 def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
     with open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
-        load = _RankLoad(state, request, _read_root(request, rounds), rounds)
-        description_request, added = rounds.merge("what they load", load.match_targets, load.check_all)
+        root = _read_root(request, rounds)
+        load = _RankLoad(state, request, root, rounds)
+        description_request, accepted = rounds.merge(
+            "what they load", on_each_rank=load.match_targets, on_coordinator=load.check_all
+        )
         shares = load.plan_own_shares(description_request) if description_request is not None else None
-        call_on_all(rounds, "what they read", lambda: load.read(shares, added), load.stop)
+        call_on_all(rounds, "what they read", lambda: load.read(shares, accepted), load.stop)
         # After all ranks have read, so that an error on one rank leaves the objects of all ranks unchanged.
         call_on_all(rounds, "their objects' load_state_dict", load.restore)
         if request.options.check_after != "off":
             # In a separate round, because state_dict() may be a collective, which needs all ranks to have restored.
             call_on_all(rounds, "the comparison with what they read", load.check)
-        load.warn_of_dropped()
+        load.warn_of_lost_values()
     state_match = load.object_match.state_match
     return LoadReport(
         url=request.spec.url,
@@ -104,15 +113,15 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
 
 def _read_root(request: LoadRequest, rounds: Rounds) -> Root:
     """Return the root document that the coordinator reads. The other ranks parse its bytes and make no request."""
-    read: list[Root] = []
+    parsed: Root | None = None
 
     def read_document() -> bytes:
-        document, root = load_root_document(request.spec.open())
-        read.append(root)
+        nonlocal parsed
+        document, parsed = load_root_document(request.spec.open())
         return bytes(document)
 
     document = call_on_coordinator(rounds, "the root document", read_document)
-    return read[0] if read else parse_root_document(document, request.spec.url)
+    return parsed or parse_root_document(document, request.spec.url)
 
 
 class _RankLoad:
@@ -123,11 +132,12 @@ class _RankLoad:
         self._state = state
         self._rounds = rounds
         self.catalog = Catalog(request.spec, root)
-        self._tensor_reads: TensorReads | None = None
-        self._stopped = False
         self.object_match: ObjectMatch
+        """The targets and their entries, from :meth:`match_targets` on, like the next two."""
         self._tensors: list[TensorTarget]
         self._description: Description
+        self._tensor_reads: TensorReads | None = None
+        self._stopped = False
         self._read_entries = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
         self.bytes_read = 0
         self.changed: tuple[str, ...] = ()
@@ -152,9 +162,13 @@ class _RankLoad:
         """Return tensors to fill that do not share memory. Raises KeyMismatchError if their contents conflict."""
         object_match, limit = self.object_match, self._request.options.max_inflight_bytes
         tensors, conflicts = separate_targets(self.catalog, [*object_match.tensors()], limit)
+        # Objects get their tensors by load_state_dict, so tensors of Stateful objects can be replaced by new ones that
+        # share no memory. Tensors of optimizers are replaced only if that does not suffice.
         for optimizers in (False, True):
             if conflicts:
-                object_match.make_private((name for group in conflicts for name in group), optimizers=optimizers)
+                object_match.replace_by_new_tensors(
+                    (name for group in conflicts for name in group), optimizers=optimizers
+                )
                 tensors, conflicts = separate_targets(self.catalog, [*object_match.tensors()], limit)
         refuse_conflicts(conflicts)
         return tensors
@@ -162,36 +176,36 @@ class _RankLoad:
     def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> tuple[DescriptionRequest | None, Mask]:
         """Raise KeyMismatchError if an entry or pattern must have a target and no rank has one.
 
-        Returns the ranks that send descriptions (None if ranks do not share reads), and the entries that ranks load in
-        addition, see :func:`check_coverage`. Called on the coordinator.
+        Returns the ranks that send descriptions (None if ranks do not share reads), and the accepted offers, see
+        :func:`check_coverage`. Called on the coordinator.
         """
-        added = check_coverage(self.object_match, [findings for findings, _ in found], strict=self._request.strict)
-        if len(found) == 1 or not self._request.options.shares(self.catalog.store.is_local):
-            return None, added
-        return DescriptionRequest.from_digests([digest for _, digest in found]), added
+        accepted = check_coverage(self.object_match, [findings for findings, _ in found], strict=self._request.strict)
+        if len(found) == 1 or not self._request.options.shares_reads(is_local=self.catalog.store.is_local):
+            return None, accepted
+        return DescriptionRequest.from_digests([digest for _, digest in found]), accepted
 
     def plan_own_shares(self, request: DescriptionRequest) -> Shares:
         """Return this rank's part of the shared reads. Each rank plans from the descriptions of all targets."""
-        rounds, own = self._rounds, self._description
+        rounds, description = self._rounds, self._description
         packed = rounds.merge(
             "the descriptions of their targets",
-            lambda: own.packed if rounds.rank in request.senders else None,
-            lambda found: [data for data in found if data is not None],
+            on_each_rank=lambda: description.packed if rounds.rank in request.senders else None,
+            on_coordinator=lambda found: [data for data in found if data is not None],
         )
         boxes = gather_boxes(AllDescriptions.from_packed(packed, request.numbers, rounds.members))
         limit = max(1, self._request.options.max_inflight_bytes // 4)
         return plan_shares((rounds.rank,), self.catalog.root.tensors, boxes, rounds.size, limit)[rounds.rank]
 
-    def read(self, shares: Shares | None, added: Mask) -> None:
-        """Read this rank's values and fill its tensors. ``added`` are the additional entries."""
+    def read(self, shares: Shares | None, accepted: Mask) -> None:
+        """Read this rank's values and fill its tensors. ``accepted`` are the accepted offers of all ranks."""
         catalog, options = self.catalog, self._request.options
         object_match, state_match = self.object_match, self.object_match.state_match
-        known = {*state_match.loaded}
-        state_match.take(names_in(object_match, added))
-        # Added entries go into new tensors, which share no memory with other targets.
-        tensors = self._tensors + [target for target in object_match.tensors() if target.name not in known]
-        names = state_match.values()
-        read = partial(catalog.read_object, allow_pickle=self._request.allow_pickle)
+        matched = {*state_match.loaded}
+        state_match.add_offered(names_in(object_match, accepted))
+        # Offered entries go into new tensors, which share no memory with other targets.
+        tensors = self._tensors + [target for target in object_match.tensors() if target.name not in matched]
+        names = state_match.value_names()
+        read = partial(catalog.read_non_tensor, allow_pickle=self._request.allow_pickle)
         # In parallel, because each blob is a request.
         jobs = (partial(read, object_match.saved.stored_name(name)) for name in names)
         values = dict(zip(names, run_jobs(jobs, catalog.store.max_concurrency), strict=True))
@@ -228,13 +242,14 @@ class _RankLoad:
         entry is missing in the state. Warns of other differences.
         """
         plain = self.object_match.plain
-        now = for_check(self._state, plain, self.object_match.sources.source)
+        now = convert_for_check(self._state, plain, self.object_match.per_rank_sources.choose_rank)
         for optimizer in plain.optimizers:
             self._read_entries.record_groups(optimizer)
         changed, gone = self._read_entries.differences(now)
         self.changed = tuple(sorted([*changed, *gone]))
-        own = [fqn for fqn in changed if not now.is_of_stateful(fqn)]
-        faults = [f"{fqn!r} {changed[fqn]}" for fqn in own]
+        # A Stateful may change what it loads, so its changes are only warned of.
+        of_statefuls = {fqn for fqn in changed if now.is_of_stateful(fqn)}
+        faults = [f"{fqn!r} {changed[fqn]}" for fqn in changed if fqn not in of_statefuls]
         faults += [f"{fqn!r} was read, but is missing in the state" for fqn in gone]
         if faults and self._request.strict:
             raise LoadMismatchError(
@@ -242,7 +257,7 @@ class _RankLoad:
                 f"the load:{format_lines(faults)}\nCorrect load_state_dict() of these objects, or skip the entries "
                 "with keys=[...]. strict=False makes this a warning. LoadOptions(check_after='off') skips the check"
             )
-        others = [f"{fqn!r} {changed[fqn]}" for fqn in changed.keys() - {*own}]
+        others = [f"{fqn!r} {changed[fqn]}" for fqn in of_statefuls]
         if faults or others:
             warn(
                 f"{len(faults) + len(others)} entries of {self._request.spec.url} were read, but objects of the state "
@@ -254,10 +269,10 @@ class _RankLoad:
                 f"{type(err).__name__}: {err}"
             )
 
-    def warn_of_dropped(self) -> None:
+    def warn_of_lost_values(self) -> None:
         """Warn if values and new tensors were stored in a dict that is lost when the call returns."""
-        for key in self._request.droppable:
-            if lost := self.object_match.stored_in(key):
+        for key in self._request.unreferenced:
+            if lost := self.object_match.list_names_stored_in(key):
                 warn(
                     f"{key!r} is a dict without other references, so the {len(lost)} values and new tensors that were "
                     f"stored in it are lost, for example {lost[:3]}. Pass the object itself (an optimizer, not its "
@@ -272,4 +287,4 @@ def _saved_entries(catalog: Catalog) -> SavedEntries:
         fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
-    return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_object)
+    return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_non_tensor)

@@ -265,7 +265,7 @@ class _Copy:
     def _numbers(self) -> dict[str, RawArray]:
         """Return the elements of each table. Unchanged arrays have the source's elements."""
         parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
-        writers = self._source.writers()
+        writers = self._source.writers_by_path()
         for node in self._root.arrays():
             encoded = self._encoded.get(node.path)
             if encoded is None:

@@ -48,7 +48,7 @@ def rewrite_chunk(
     with budget.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
         elements = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
         cast = None if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, elements)
-        jobs = [*source.stored(old).box_jobs(box, elements if cast is None else cast, BytesBudget(reading))]
+        jobs = [*source.stored_array(old).box_jobs(box, elements if cast is None else cast, BytesBudget(reading))]
         run_jobs(jobs, min(at_once, len(jobs)))
         encoder = put_chunk(target, key, new, ArrayElements(elements), BytesBudget(encoding))
     return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, cast.overflowed if cast is not None else 0)

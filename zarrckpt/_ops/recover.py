@@ -101,11 +101,11 @@ def _recovered_below(spec: StoreSpec, below: CheckpointFolder, stopped: bool) ->
 
 def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     store = spec.open()
-    found = read_contents(store, folder=stopped)
+    found = read_contents(store, beside_checkpoints=stopped)
     if found.removal and stopped and found.root_bytes is not None and list_pins(store):
         # The removal was interrupted before it could see the pin, and has deleted nothing.
         store.delete([REMOVAL_KEY])
-        found = read_contents(store, folder=True)
+        found = read_contents(store, beside_checkpoints=True)
     if found.removal:
         removed = tuple(marker.save_id for marker in found.markers)
         return RecoverReport(store.url, remove_all(store, found), removed, ())

@@ -242,7 +242,7 @@ class _Verification:
         chunks = sum(node.grid.num_chunks for node in root.arrays())
         tables: list[tuple[str, int, Callable[[], object]]] = [
             (CHECKSUMS, root.checksums.length, partial(read, CHECKSUMS, root.checksums)),
-            (WRITERS, chunks, self._catalog.read_writers),
+            (WRITERS, chunks, self._catalog.read_writers_table),
         ]
         if root.sizes is not None:
             tables.append((SIZES, root.sizes.length, partial(read, SIZES, root.sizes)))

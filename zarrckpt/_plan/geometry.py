@@ -45,13 +45,17 @@ class Holders:
         return found
 
     @cached_property
-    def alone(self) -> bool:
+    def are_single(self) -> bool:
         """Whether exactly one rank holds each box."""
         return len(self.ranks) == len(self.boxes)
 
 
 class GridPieces:
-    """The chunks of a grid in the order in which the boxes touch them, and the pieces of each chunk."""
+    """The chunks of a grid in the order in which the boxes touch them, and the pieces of each chunk, in columns.
+
+    ``number`` and ``elements`` have one row for each chunk. ``chunk``, ``box``, ``offset``, ``shape`` and ``size`` have
+    one row for each piece.
+    """
 
     def __init__(self, grid: Grid, boxes: Sequence[Box]) -> None:
         ndim = len(grid.shape)
@@ -146,7 +150,7 @@ class Geometry:
     holders: Holders
     candidates: Sequence[Candidates]
     """The candidates of each chunk."""
-    only: Numbers
+    single_candidate: Numbers
     """The single candidate of each chunk, or -1 if there are several."""
 
     @classmethod
@@ -154,8 +158,8 @@ class Geometry:
         """Return the geometry of a grid and its holders."""
         pieces = GridPieces(grid, holders.boxes)
         candidates = [_candidates(pieces, holders, number) for number in range(len(pieces))]
-        only = np.array([ranks[0] if len(ranks) == 1 else -1 for ranks, _ in candidates], np.int64)
-        return cls(pieces, holders, candidates, only)
+        single_candidate = np.array([ranks[0] if len(ranks) == 1 else -1 for ranks, _ in candidates], np.int64)
+        return cls(pieces, holders, candidates, single_candidate)
 
     def pieces_of(self, chunk: int) -> range:
         """Return the numbers of a chunk's pieces."""
@@ -175,12 +179,12 @@ class Geometry:
         first = self.holders.first[boxes]
         turn = (tensors[:, None] + np.arange(own.start, own.stop)) % (self.holders.first[boxes + 1] - first)
         found: Numbers = self.holders.ranks[first + turn]
-        for owner in [] if self.holders.alone else np.unique(owners).tolist():
+        for owner in [] if self.holders.are_single else np.unique(owners).tolist():
             held = np.isin(boxes, self.holders.boxes_of(owner))
             found[np.ix_(owners == owner, held)] = owner
         return found
 
-    def with_all(self, chunk: int) -> Numbers:
+    def whole_holders(self, chunk: int) -> Numbers:
         """Return the candidates that hold the whole chunk. If one of them owns it, no piece moves."""
         ranks, elements = self.candidates[chunk]
         found: Numbers = ranks[elements == self.pieces.elements[chunk]]
@@ -188,7 +192,7 @@ class Geometry:
 
     def moves_anyway(self, chunk: int) -> bool:
         """Whether no rank holds the whole chunk, so that a piece moves for every choice of the owner."""
-        return not len(self.with_all(chunk))
+        return not len(self.whole_holders(chunk))
 
 
 def _candidates(pieces: GridPieces, holders: Holders, chunk: int) -> Candidates:

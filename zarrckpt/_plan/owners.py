@@ -25,10 +25,10 @@ BUNDLE_BYTES = 8 << 20
 """Approximate size of a bundle of pieces that move together. A message costs as much time as about 100 KB."""
 
 
-_SLACK = 16
-"""A rank has enough to write if it exceeds the mean of all ranks by 1/16."""
+_LOAD_MARGIN = 16
+"""The load limit of a rank is the mean of all ranks plus 1/16."""
 
-_LITTLE = 64
+_SMALL_CHUNK_SHARE = 64
 """A chunk is small if it is below 1/64 of the mean bytes per rank. It costs requests rather than bytes."""
 
 
@@ -141,7 +141,7 @@ class ChunkOwners:
         """Yield the chunks of each kind, with a mask of the tensors in which a piece of the chunk moves."""
         for kind in self.kinds:
             for chunk in range(len(kind.geometry.pieces)):
-                yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.with_all(chunk))
+                yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.whole_holders(chunk))
 
     def moved_bytes(self, hosts: Numbers | None = None) -> int:
         """Return the bytes that move between ranks, or between hosts if the host number of each rank is given."""
@@ -160,7 +160,7 @@ class ChunkOwners:
         np.fill_diagonal(found, False)
         return found
 
-    def merged(self) -> int:
+    def count_merged(self) -> int:
         """Return the number of chunks with several pieces."""
         return sum(len(kind.tensors) * int((np.diff(kind.geometry.pieces.first) > 1).sum()) for kind in self.kinds)
 
@@ -170,49 +170,50 @@ def choose_owners(tensors: Iterable[PlannedTensor], world_size: int) -> ChunkOwn
 
     Chunks with a single candidate come first. Other chunks follow, the largest first, and go to the candidate with the
     fewest bytes to write. Chunks at the same position in all tensors of a kind are assigned together. When all
-    candidates have enough to write, chunks whose pieces move anyway go to ranks that can take more. Small chunks go to
-    the candidates in turn.
+    candidates have reached the load limit, chunks whose pieces move for every owner go to ranks below it. Small chunks
+    go to the candidates in turn.
     """
     chunk_owners = ChunkOwners(tensors, world_size)
     loads = np.zeros(world_size, np.int64)
     choices: list[tuple[int, TensorKind, slice]] = []
     for kind in chunk_owners.kinds:
-        fixed = kind.geometry.only >= 0
-        chunk_owners.owner[kind.chunks[:, fixed]] = kind.geometry.only[fixed]
-        loads += sum_by_number(kind.geometry.only[fixed], kind.nbytes[fixed], world_size) * len(kind.tensors)
-        open_ones = np.flatnonzero(~fixed)
-        if kind.whole and len(open_ones):
+        fixed = kind.geometry.single_candidate >= 0
+        owners = kind.geometry.single_candidate[fixed]
+        chunk_owners.owner[kind.chunks[:, fixed]] = owners
+        loads += sum_by_number(owners, kind.nbytes[fixed], world_size) * len(kind.tensors)
+        undecided = np.flatnonzero(~fixed)
+        if kind.whole and len(undecided):
             choices.append((int(kind.nbytes.sum()), kind, slice(0, len(kind.nbytes))))
             continue
-        choices += [(int(kind.nbytes[chunk]), kind, slice(chunk, chunk + 1)) for chunk in open_ones.tolist()]
+        choices += [(int(kind.nbytes[chunk]), kind, slice(chunk, chunk + 1)) for chunk in undecided.tolist()]
     choices.sort(key=lambda choice: -choice[0])
     mean = int(chunk_owners.nbytes.sum()) // world_size
-    enough = mean * (_SLACK + 1) // _SLACK
+    limit = mean * (_LOAD_MARGIN + 1) // _LOAD_MARGIN
     for nbytes, kind, chunks in choices:
         candidates, count = kind.geometry.candidates[chunks.start].ranks, len(kind.tensors)
-        free = candidates[loads[candidates] < enough]
-        if len(free) and nbytes * -(-count // len(free)) * _LITTLE <= mean:
+        free = candidates[loads[candidates] < limit]
+        if len(free) and nbytes * -(-count // len(free)) * _SMALL_CHUNK_SHARE <= mean:
             chunk_owners.owner[kind.chunks[:, chunks]] = _in_turn(loads, free, nbytes, count)[:, None]
             continue
         moves = not kind.whole and kind.geometry.moves_anyway(chunks.start)
-        owners = _least_loaded(loads, candidates, nbytes, count, enough if moves else None)
+        owners = _least_loaded(loads, candidates, nbytes, count, limit if moves else None)
         if len(owners) < count:
-            owners = np.append(owners, _below_limit(loads, nbytes, count - len(owners), enough))
+            owners = np.append(owners, _below_limit(loads, nbytes, count - len(owners), limit))
         chunk_owners.owner[kind.chunks[:, chunks]] = owners[:, None]
     return chunk_owners
 
 
-def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, enough: int | None = None) -> Numbers:
+def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, limit: int | None = None) -> Numbers:
     """Return owners of ``count`` chunks of one size, each time the least loaded candidate, and update the loads.
 
-    With ``enough``, the result is shorter if all candidates would exceed this load.
+    With ``limit``, the result is shorter if all candidates would exceed this load.
     """
     if count < len(candidates):
         candidates = np.sort(candidates[np.argsort(loads[candidates], kind="stable")[:count]])
     heap = [(load, index) for index, load in enumerate(loads[candidates].tolist())]
     heapq.heapify(heap)
     indices: list[int] = []
-    while len(indices) < count and (enough is None or heap[0][0] + nbytes <= enough):
+    while len(indices) < count and (limit is None or heap[0][0] + nbytes <= limit):
         load, index = heap[0]
         indices.append(index)
         heapq.heapreplace(heap, (load + nbytes, index))
@@ -229,13 +230,13 @@ def _in_turn(loads: Numbers, candidates: Numbers, nbytes: int, count: int) -> Nu
     return owners
 
 
-def _below_limit(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
+def _below_limit(loads: Numbers, nbytes: int, count: int, limit: int) -> Numbers:
     """Return owners of ``count`` chunks of one size among all ranks, least loaded first, and update the loads.
 
     Each rank takes as many chunks as fit, so that chunks with the same sources have few owners.
     """
     ranks = np.argsort(loads, kind="stable")[:count]
-    fitting = np.maximum(enough - loads[ranks], 0) // nbytes
+    fitting = np.maximum(limit - loads[ranks], 0) // nbytes
     owners: Numbers = np.repeat(ranks, fitting)[:count]
     np.add.at(loads, owners, nbytes)
     if len(owners) < count:

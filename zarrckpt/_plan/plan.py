@@ -25,7 +25,7 @@ from zarrckpt._plan.chunking import (
     default_min_piece_bytes,
 )
 from zarrckpt._plan.geometry import Holders
-from zarrckpt._plan.holders import GlobalState
+from zarrckpt._plan.global_state import GlobalState
 from zarrckpt._plan.owners import ChunkOwners, PlannedTensor, choose_owners
 from zarrckpt._plan.rank_plan import RankPlan, make_rank_plan
 
@@ -37,20 +37,20 @@ class Layout:
     paths: Mapping[str, StatePath]
     node_paths: Mapping[str, str]
     tensors: Mapping[str, ArrayNode]
-    objects: frozenset[str]
-    """fqns of non-tensor entries. Writing an entry decides whether it becomes a value or a blob."""
+    non_tensors: frozenset[str]
+    """fqns of non-tensor entries. Each becomes a value or a blob when it is written."""
     world_size: int
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
-        arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
+        arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.non_tensors)])
         return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
 @record
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in bytes of :class:`zarrckpt.SaveOptions` that affect the plan. None: chosen from ranks and state."""
+    """Sizes in bytes of :class:`zarrckpt.SaveOptions` that affect the plan. None: chosen by :func:`plan_save`."""
 
     max_chunk: int = MAX_CHUNK_BYTES
     min_piece: int | None = None
@@ -79,7 +79,7 @@ class SavePlan:
     """The rank that writes each non-tensor entry."""
 
     @property
-    def moves(self) -> bool:
+    def moves_pieces(self) -> bool:
         """Whether any piece moves between ranks."""
         return bool((self.chunk_owners.bundle >= 0).any())
 
@@ -104,7 +104,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
 
     Every rank calls it with the same arguments. No I/O.
     """
-    with _no_collection():
+    with _without_garbage_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
         sizes = _chosen_sizes(options.sizes, state)
@@ -121,23 +121,23 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
-        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.ranks)
+        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.world_size)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
-        return SavePlan(state, layout, choose_owners(planned, state.ranks), writers)
+        return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
 
 
 def _chosen_sizes(sizes: Sizes, state: GlobalState) -> dict[str, int]:
     total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
     return {
         "max_chunk_bytes": sizes.max_chunk,
-        "min_piece_bytes": default_min_piece_bytes(state.ranks) if sizes.min_piece is None else sizes.min_piece,
-        "fill_bytes": default_fill_bytes(total, state.ranks) if sizes.fill is None else sizes.fill,
+        "min_piece_bytes": default_min_piece_bytes(state.world_size) if sizes.min_piece is None else sizes.min_piece,
+        "fill_bytes": default_fill_bytes(total, state.world_size) if sizes.fill is None else sizes.fill,
     }
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector, which would traverse millions of live objects repeatedly."""
     was_on = gc.isenabled()
     gc.disable()

@@ -19,8 +19,11 @@ class ChunkPiece(NamedTuple):
     """A piece of a chunk that this rank writes, from one of its own items or from another rank."""
 
     box: Box
+    """The piece's box in the array."""
     item: int | None
+    """The index of the item in :attr:`RankPlan.items`, or None if another rank sends the piece."""
     source: int | None
+    """The rank that sends the piece, or None."""
 
 
 class ChunkPlan(NamedTuple):

@@ -6,7 +6,8 @@ Texts of other ranks are shown to users, so they are shortened and escaped first
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from zarrckpt import _errors
@@ -98,6 +99,17 @@ def raise_together(failures: Sequence[Failure], rank: int, mine: BaseException |
     if first.rank is not None:
         error.add_note(f"(failed on rank {failed})")
     raise error from error.__cause__
+
+
+@contextmanager
+def wrap_foreign_errors() -> Iterator[None]:
+    """Raise a CheckpointError from any other error, as :func:`raise_together` does. For a single process."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as err:
+        raise CheckpointError(f"{type(err).__name__}: {err}") from err
 
 
 def _rebuilt(failure: Failure) -> CheckpointError:

@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from zarrckpt._errors import CheckpointError
 
-
-def in_use() -> bool:
+def has_default_group() -> bool:
     """Whether this process has a default process group (under torchrun, after init_process_group)."""
     return dist.is_available() and dist.is_initialized()
 
 
 def global_rank() -> int:
     """Return this process's rank in the default group, or 0 without a group."""
-    return dist.get_rank() if in_use() else 0
+    return dist.get_rank() if has_default_group() else 0
 
 
 def default_group() -> Callable[[], object]:
     """Return a weak reference to the default group, so that destroy_process_group can end its threads and sockets."""
-    world = dist.group.WORLD if in_use() else None
+    world = dist.group.WORLD if has_default_group() else None
     return (lambda: None) if world is None else weakref.ref(world)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save or load together: a process group (default: all ranks), or only this process.
+    """The ranks that save or load together: those of a process group (default: all ranks), or only this process.
 
     Raises ValueError for a group together with ``no_dist``, and if this process is not a member of the group. Raises
     TypeError for a group of another type.
     """
 
     group: dist.ProcessGroup | None = None
-    no_dist: bool = False
+    no_dist: bool = field(default=False, kw_only=True)
     """Whether only this process takes part, without collectives, even if there is a group."""
-    size: int = field(init=False)
+    size: int = field(default=1, init=False)
     """The number of ranks when this object was created."""
 
     def __post_init__(self) -> None:
@@ -57,15 +54,15 @@ class Ranks:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks in the default group, in the order of their group.
+        """The number of each rank in the default group, in the order of ``group``.
 
         Raises ValueError if the process group was destroyed.
         """
         if self.no_dist:
             return (global_rank(),)
-        if in_use() and self.group is None:
+        if has_default_group() and self.group is None:
             return tuple(range(dist.get_world_size()))
-        if not in_use() and self.group is None and getattr(self, "size", 1) == 1:
+        if not has_default_group() and self.group is None and self.size == 1:
             return (0,)
         try:
             return tuple(dist.get_process_group_ranks(self.group))
@@ -75,14 +72,3 @@ class Ranks:
                 f"{what} was destroyed (destroy_process_group), so this rank cannot save or load with the others: call "
                 "this before destroy_process_group, or initialize torch.distributed again and use its groups"
             ) from err
-
-
-@contextmanager
-def wrap_foreign_errors() -> Iterator[None]:
-    """Raise other errors as the cause of a CheckpointError with their text. For a single process."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as err:
-        raise CheckpointError(f"{type(err).__name__}: {err}") from err

@@ -70,7 +70,7 @@ class Mesh:
     def __init__(self, call_group: CallGroup, group: Any, addresses: Addresses) -> None:
         self.tree = Tree(call_group.position, len(call_group.members))
         self.calls = 0
-        """The number of calls that were begun on it, the same on all ranks."""
+        """The number of calls that have begun to use the mesh, the same on all ranks."""
         self._group: Any = group
         self._addresses = addresses
         self._world = default_group()
@@ -79,13 +79,19 @@ class Mesh:
         self._lock = threading.Lock()
         self._sink: Sink | None = None
         self._early: list[tuple[int, Message | None]] = []
+        """Messages that arrived before the call that they belong to."""
         self._sending = threading.Lock()
         self._received = dict.fromkeys(self.tree.edges, 0)
+        """The number of messages received from each neighbour."""
         self._numbers = dict.fromkeys(self.tree.edges, 0)
+        """The number of messages sent to each neighbour."""
         self._sent: dict[int, deque[tuple[int, Any, Any]]] = {peer: deque() for peer in self.tree.edges}
+        """The number, the send and the memory of each message that a neighbour has not confirmed."""
         self._threads: list[threading.Thread] = []
         self._connected: set[int] = set()
+        """The neighbours in the tree whose connections are open."""
         self._reached: set[int] = set()
+        """The peers of pieces."""
         began: SimpleQueue[None] = SimpleQueue()
         try:
             self._threads = [
@@ -297,7 +303,7 @@ def reserve_mesh(call_group: CallGroup) -> Iterator[MeshSlot]:
         )
     try:
         for other in others:
-            _let_go(other)
+            _close_outdated(other)
         if slot.mesh is not None and not slot.mesh.is_usable(call_group.call):
             slot.clear()
         yield slot
@@ -311,8 +317,8 @@ def connect_mesh(call_group: CallGroup, cancelled: Callable[[], bool] = lambda: 
         return Mesh(call_group, group, addresses)
 
 
-def _let_go(slot: MeshSlot) -> None:
-    """Close a kept mesh of an earlier default group."""
+def _close_outdated(slot: MeshSlot) -> None:
+    """Close a kept mesh of an earlier default group, unless a call uses it."""
     if slot.turn.acquire(blocking=False):
         try:
             if slot.mesh is not None and not slot.mesh.is_current():

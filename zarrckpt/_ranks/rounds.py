@@ -15,8 +15,8 @@ from zarrckpt._errors import CheckpointError, log
 from zarrckpt._format.wire import decode, encode
 from zarrckpt._ranks.call_group import CallGroup
 from zarrckpt._ranks.control_messages import FAILED, RESULT, STOPPED, Answer, Item, Message
-from zarrckpt._ranks.errors import Failure, raise_together
-from zarrckpt._ranks.group import Ranks, default_group, global_rank, wrap_foreign_errors
+from zarrckpt._ranks.errors import Failure, raise_together, wrap_foreign_errors
+from zarrckpt._ranks.group import Ranks, default_group, global_rank
 from zarrckpt._ranks.mesh import Mesh, MeshSlot, connect_mesh, reserve_mesh, start_thread
 from zarrckpt._ranks.pieces import MessageChannel
 from zarrckpt._ranks.round_protocol import Action, Do, RoundProtocol, Send, Warn, unreadable_text
@@ -56,7 +56,7 @@ class Rounds:
 
     def __init__(self, call_group: CallGroup, slot: MeshSlot) -> None:
         self.rank = call_group.position
-        """This process's position in the group."""
+        """This process's position in the group. 0 is the coordinator."""
         self.size = len(call_group.members)
         self.members = call_group.members
         """The global numbers of the ranks."""
@@ -66,6 +66,7 @@ class Rounds:
         self._slot = slot
         self._protocol = RoundProtocol(call_group, time.monotonic())
         self._changed = threading.Condition()
+        """The lock of the protocol, and the signal that its state has changed."""
         self._ended = threading.Event()
         self._mesh: Mesh | None = None
         self._channel: MessageChannel | None = None
@@ -74,32 +75,34 @@ class Rounds:
     def merge(
         self,
         round_name: str,
-        mine: Callable[[], A],
-        decide: Callable[[list[A]], B],
+        on_each_rank: Callable[[], A],
+        on_coordinator: Callable[[list[A]], B],
         stop: Callable[[], None] | None = None,
     ) -> B:
-        """Do one round: ``mine()`` on every rank, then ``decide(results by rank)`` on the coordinator.
+        """Do one round, and return its answer on all ranks.
 
-        ``round_name`` is the name of the round in warnings and errors.
+        Each rank calls ``on_each_rank()``. Then the coordinator calls ``on_coordinator(results by rank)``, which
+        returns the answer. An error of any of these calls is raised on every rank, after the work of all ranks has
+        ended. A single process raises errors as they are. ``_format.wire.encode`` must support results and answers.
 
-        Returns the coordinator's answer on all ranks. An error in any of these calls is raised on every rank after the
-        work of all ranks has ended. ``stop`` is called once in another thread if another rank fails or is lost while
-        this rank is in ``mine``. An error of ``mine`` is not reported then. ``_format.wire.encode`` must support the
-        results and answers. A single process raises errors as they are.
+        Args:
+            round_name: the results that the coordinator waits for, in warnings and errors.
+            stop: called once in another thread if another rank fails or is lost while this rank is in
+                ``on_each_rank``. An error of ``on_each_rank`` is not reported then.
         """
         if self.size == 1:
-            return decide([mine()])
+            return on_coordinator([on_each_rank()])
         with self._protocol_events() as protocol:
-            protocol.begin_round(round_name, stop is not None, time.monotonic())
+            protocol.begin_round(round_name, is_stoppable=stop is not None, now=time.monotonic())
             self._stop = stop
         self._raise_if_broken()
-        item, error = self._work(mine)
+        item, error = self._work(on_each_rank)
         with self._protocol_events() as protocol:
-            protocol.end_work(item, self._channel is not None, time.monotonic())
+            protocol.end_work(item, used_channel=self._channel is not None, now=time.monotonic())
         answer = self._wait_for_answer()
         value: Any = None
         if answer is None:
-            answer, value, error = self._decide(decide, error)
+            answer, value, error = self._decide(on_coordinator, error)
             with self._protocol_events() as protocol:
                 protocol.end_round(answer)
         kind, body, _ = answer
@@ -127,11 +130,11 @@ class Rounds:
 
     # Steps of a round, in the caller's thread.
 
-    def _work(self, mine: Callable[[], A]) -> tuple[Item, Exception | None]:
+    def _work(self, on_each_rank: Callable[[], A]) -> tuple[Item, Exception | None]:
         if self._protocol.is_stopped:
             return (STOPPED, None), None
         try:
-            return (RESULT, encode(mine())), None
+            return (RESULT, encode(on_each_rank())), None
         except Exception as err:
             return (FAILED, Failure.of_error(err, self._call_group.rank)), err
 
@@ -143,7 +146,9 @@ class Rounds:
                 self._changed.wait(1.0)
             return self._protocol.round.answer
 
-    def _decide(self, decide: Callable[[list[A]], B], error: Exception | None) -> tuple[Answer, Any, Exception | None]:
+    def _decide(
+        self, on_coordinator: Callable[[list[A]], B], error: Exception | None
+    ) -> tuple[Answer, Any, Exception | None]:
         """Return the coordinator's answer, its value, and this rank's error."""
         with self._changed:
             results, failures = self._protocol.round.outcomes(self._call_group)
@@ -151,7 +156,7 @@ class Rounds:
         value: Any = None
         if not failures:
             try:
-                value = decide([self._decode(position, data) for position, data in enumerate(results)])
+                value = on_coordinator([self._decode(position, data) for position, data in enumerate(results)])
                 return (RESULT, encode(value), used_channel), value, None
             except Exception as err:
                 failures, error = [Failure.of_error(err, self._call_group.rank)], err
@@ -218,7 +223,7 @@ class Rounds:
                 return
             self._slot.mesh = self._mesh = mesh
             mesh.begin_call()
-            protocol.connect(mesh.tree, mesh.calls, kept is not None, time.monotonic())
+            protocol.connect(mesh.tree, mesh.calls, kept=kept is not None, now=time.monotonic())
         mesh.attach(self._receive)
 
     def _rejoin(self, left: Mesh) -> None:
@@ -230,7 +235,7 @@ class Rounds:
                 protocol.break_off([Failure.of_error(err, None)])
 
     def _fail(self, error: BaseException) -> None:
-        """Break the connections because of an error of this rank's caller, unless all ranks have this error."""
+        """Break the connections because of an error in the caller's block, unless all ranks have this error."""
         call, rank = self._call_group.call, self._call_group.rank
         failure = Failure.of_error(error, rank)
         if not isinstance(error, Exception):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from zarrckpt._errors import KeyMismatchError
-from zarrckpt._format.chunk_codec import Target
+from zarrckpt._format.chunk_codec import BoxTarget
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
@@ -37,7 +37,7 @@ class StoredBox(NamedTuple):
 def fill_boxes(
     catalog: Catalog,
     boxes: Sequence[StoredBox],
-    targets: Iterable[Target],
+    targets: Iterable[BoxTarget],
     max_inflight_bytes: int,
     progress: Progress | None = None,
 ) -> None:
@@ -55,7 +55,7 @@ def fill_boxes(
         partial(counted, job)
         for (node, box), target in zip(boxes, targets, strict=True)
         if box.size  # a box without elements does not need the table either
-        for job in catalog.stored(node).box_jobs(box, target, budget)
+        for job in catalog.stored_array(node).box_jobs(box, target, budget)
     )
     with catalog.explaining_damage():
         run_jobs(jobs, catalog.store.useful_concurrency)
@@ -75,7 +75,7 @@ def read_arrays(
         raw = {fqn: array.view(raw_dtype(nodes[fqn].dtype.itemsize)) for fqn, array in arrays.items()}
     else:
         with catalog.explaining_damage():
-            raw = {fqn: catalog.stored(node).new_memory() for fqn, node in nodes.items()}
+            raw = {fqn: catalog.stored_array(node).new_memory() for fqn, node in nodes.items()}
         arrays = {fqn: array.view(nodes[fqn].dtype.numpy) for fqn, array in raw.items()}
     boxes = [StoredBox(node, node.grid.whole) for node in nodes.values()]
     fill_boxes(catalog, boxes, raw.values(), max_inflight_bytes, progress)
@@ -98,7 +98,7 @@ def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iter
     """
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     for node in nodes.values():
-        catalog.refuse_unbacked_size(node)
+        catalog.refuse_implausible_size(node)
     half = max(1, max_bytes // 2)  # the other half is for the requests under way
     boxes = (
         (fqn, StoredBox(node, box))

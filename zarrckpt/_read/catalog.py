@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,11 +38,19 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._read.chunks import LARGE_BYTES, StoredArray
 from zarrckpt._store import Store, StoreSpec
 
-_MANY = 1 << 16
-"""Number of subchunks of one array up to which readers can list them without a check of the table's length."""
+_UNCHECKED_SUBCHUNKS = 1 << 16
+"""Number of subchunks of an array that readers may put into a list before the length of the table is known."""
 
 _Parts = Mapping[str, RawArray]
 """The parts of a table by node path."""
+
+
+class _Tables(NamedTuple):
+    """The tables of a checkpoint that readers need, cut into the parts of its arrays."""
+
+    checksums: _Parts
+    sizes: _Parts
+    """Only of compressed arrays."""
 
 
 class Catalog:
@@ -57,7 +66,7 @@ class Catalog:
         self._spec = spec
         self.root = root if root is not None else load_root(spec.open())
         self._lock = ForkSafeLock()
-        self._tables: tuple[_Parts, _Parts] | None = None
+        self._tables: _Tables | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Catalog, (self._spec, self.root))
@@ -67,25 +76,33 @@ class Catalog:
         """The checkpoint's store. A forked child opens its own."""
         return self._spec.open()
 
+    @cached_property
+    def zarr_store(self) -> Any:
+        """The read-only Zarr store of this checkpoint, for zarr-python and xarray."""
+        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
+        from zarrckpt._read.zarr_view import StrictStore
+
+        return StrictStore(self)
+
     def checksums(self, node: ArrayNode) -> RawArray:
         """Return an array's part of the table of checksums (uint32, chunks and their subchunks in C order)."""
-        return self._read_tables()[0][node.path]
+        return self._read_tables().checksums[node.path]
 
     def sizes(self, node: ArrayNode) -> RawArray | None:
         """Return a compressed array's stored sizes (uint32, ordered as the checksums), or None for other arrays."""
-        return self._read_tables()[1].get(node.path)
+        return self._read_tables().sizes.get(node.path)
 
     def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
-        """Return one chunk's part of the tables."""
-        return self.stored(node).table(chunk)
+        """Return one chunk's part of the checksums and sizes."""
+        return self.stored_array(node).table(chunk)
 
-    def stored(self, node: ArrayNode) -> StoredArray:
+    def stored_array(self, node: ArrayNode) -> StoredArray:
         """Return an array with its store, its path there and its parts of the tables."""
-        checksums, sizes = self._read_tables()
-        return StoredArray(self.store, node.under(self.root.tree), checksums[node.path], sizes.get(node.path))
+        node_in_store = node.under(self.root.tree)
+        return StoredArray(self.store, node_in_store, self.checksums(node), self.sizes(node))
 
-    def _read_tables(self) -> tuple[_Parts, _Parts]:
-        """Return each array's part of the checksums and of the sizes. The first call reads both tables in parallel."""
+    def _read_tables(self) -> _Tables:
+        """Return the tables of checksums and sizes. The first call reads them, in parallel."""
         with self._lock:
             if self._tables is None:
                 tables = {CHECKSUMS: self.root.checksums, SIZES: self.root.sizes}
@@ -97,7 +114,7 @@ class Catalog:
                 sizes = _parts(found[SIZES], compressed) if compressed else {}
                 for node in compressed:
                     self._check_sizes(node, sizes[node.path])
-                self._tables = _parts(found[CHECKSUMS], self.root.arrays()), sizes
+                self._tables = _Tables(_parts(found[CHECKSUMS], self.root.arrays()), sizes)
         return self._tables
 
     def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
@@ -121,34 +138,35 @@ class Catalog:
         plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
         return nbytes - plain + int(sizes.sum(dtype=np.uint64))
 
-    def refuse_more_chunks_than_checksums(self, node: ArrayNode) -> None:
+    def refuse_too_many_chunks(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError if an array has more chunks than the table has checksums.
 
         A damaged document can have any number of chunks, and readers build lists of them. Reads the tables for arrays
         of more than 65,536 subchunks, and makes no other request.
         """
-        if node.grid.num_subchunks > _MANY:
+        if node.grid.num_subchunks > _UNCHECKED_SUBCHUNKS:
             with self.explaining_damage():
-                self.checksums(node)
+                # The root has the table's length for all of its arrays. The read fails if the table is shorter.
+                self._read_tables()
 
-    def refuse_unbacked_size(self, node: ArrayNode) -> None:
-        """Raise CorruptCheckpointError if an array is much larger than its stored chunks.
+    def refuse_implausible_size(self, node: ArrayNode) -> None:
+        """Raise CorruptCheckpointError if an array is much larger than its stored chunks can be.
 
         Indexing a zarr.Array allocates the whole result before the first chunk is read. If this process cannot allocate
         the array, one request checks whether the first chunk is stored whole. Otherwise no request.
         """
-        self.refuse_more_chunks_than_checksums(node)
+        self.refuse_too_many_chunks(node)
         if node.nbytes <= LARGE_BYTES:
             return
         try:
             np.empty(node.nbytes, np.uint8)  # reserves addresses and touches no memory
         except (MemoryError, ValueError):
             with self.explaining_damage():
-                self.stored(node).look_for_end()
+                self.stored_array(node).read_end_of_first_chunk()
 
-    def writers(self) -> dict[str, RawArray]:
+    def writers_by_path(self) -> dict[str, RawArray]:
         """Return the rank that wrote each chunk: node path -> uint32 array, shaped as the chunk grid. One request."""
-        table = self.read_writers()
+        table = self.read_writers_table()
         out, first = {}, 0
         for node in self.root.arrays():
             count = math.prod(node.grid.counts)
@@ -156,7 +174,7 @@ class Catalog:
             first += count
         return out
 
-    def read_writers(self) -> RawArray:
+    def read_writers_table(self) -> RawArray:
         """Read the table of writers. Raises CorruptCheckpointError.
 
         The root has no checksum of this table, because it is only shown to people.
@@ -190,12 +208,12 @@ class Catalog:
                 )
         return stored[:-CRC_BYTES].view("<u4")
 
-    def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
+    def read_non_tensor(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """Return a non-tensor entry as the Python object that was saved.
 
         Raises UnsafeValueError for a pickled object unless ``allow_pickle``, KeyMismatchError for an unknown name.
         """
-        entry = self.root.objects.get(fqn)
+        entry = self.root.non_tensors.get(fqn)
         if entry is None:
             raise KeyMismatchError(f"there is no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):
@@ -204,7 +222,7 @@ class Catalog:
             except CorruptCheckpointError as err:
                 raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
         with self.explaining_damage():
-            payload = self.stored(entry.array).read()
+            payload = self.stored_array(entry.array).read()
         return values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)
 
     @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._format.chunk_codec import BLOCK_BYTES, Target, copy_shared, straight_bytes
+from zarrckpt._format.chunk_codec import BLOCK_BYTES, BoxTarget, copy_shared, find_contiguous_bytes
 from zarrckpt._format.chunk_layout import CRC_BYTES, ChunkTable, RawArray, raw_dtype, subchunk_bytes
 from zarrckpt._format.compression import DecodeError
 from zarrckpt._format.crc32c import crc32c
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zarrckpt._store import Reader, Store
 
 Job = Callable[[], tuple[int, int]]
-"""Return the number of bytes that were fetched, and of those that were filled."""
+"""Fetches stored bytes and fills a target. Returns the number of bytes fetched, and the number of bytes filled."""
 
 LARGE_BYTES = 64 << 20
 """Memory for a larger array is not allocated before a request has shown that its first chunk is stored whole."""
@@ -53,21 +53,21 @@ class StoredArray:
         """Return one chunk's part of the tables."""
         return ChunkTable.of(self.node, chunk_index, self.checksums, self.sizes)
 
-    def box_jobs(self, box: Box, target: Target, budget: BytesBudget) -> Iterator[Job]:
+    def box_jobs(self, box: Box, target: BoxTarget, budget: BytesBudget) -> Iterator[Job]:
         """Yield jobs that fill a target (raw elements, the box's shape) with a box of the array."""
         for chunk_index in self.node.grid.chunks_of(box):
             yield from self.chunk_jobs(chunk_index, box, target, budget)
 
-    def chunk_jobs(self, chunk_index: Ints, box: Box, target: Target, budget: BytesBudget) -> list[Job]:
+    def chunk_jobs(self, chunk_index: Ints, box: Box, target: BoxTarget, budget: BytesBudget) -> list[Job]:
         """Return the jobs of :meth:`box_jobs` for one chunk. They fetch only subchunks that overlap the box."""
         node, table = self.node, self.table(chunk_index)
         numbers = subchunks_in(node.grid, chunk_index, box)
-        ranges: Sequence[Sequence[int]] = request_ranges(node, numbers, budget)
-        read = read_neighbours
+        ranges: Sequence[Sequence[int]]
         if self.store.is_local and node.compression is None:
-            step = max(1, FILE_BYTES // subchunk_bytes(node))
+            read, step = read_local, max(1, FILE_BYTES // subchunk_bytes(node))
             ranges = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
-            read = read_local
+        else:
+            read, ranges = read_neighbours, request_ranges(node, numbers, budget)
         return [partial(read, StoredSubchunks(self, chunk_index, part, table), box, target, budget) for part in ranges]
 
     def read(self, box: Box | None = None) -> RawArray:
@@ -86,7 +86,7 @@ class StoredArray:
         suffice.
         """
         if self.node.nbytes > LARGE_BYTES:
-            self.look_for_end()
+            self.read_end_of_first_chunk()
         try:
             return box_memory(self.node, self.node.grid.whole)
         except (MemoryError, ValueError) as err:
@@ -95,7 +95,7 @@ class StoredArray:
                 "allocated: read it in parts, ckpt[name][begin:end]"
             ) from err
 
-    def look_for_end(self) -> None:
+    def read_end_of_first_chunk(self) -> None:
         """Read the end of the first chunk, with one request. Raises CorruptCheckpointError if it is not stored."""
         first = (0,) * len(self.node.grid.shape)
         with self.missing_is_damage(first):
@@ -174,25 +174,26 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
     return out
 
 
-def read_local(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
+def read_local(part: StoredSubchunks, box: Box, target: BoxTarget, budget: BytesBudget) -> tuple[int, int]:
     """Fill a target from a local file. Returns the number of bytes read and of bytes filled.
 
     Subchunks are read directly into the target if their bytes are contiguous there. Raises CorruptCheckpointError with
     the array and the object's key for a missing, short or altered object.
     """
     array, node, size = part.array, part.node, subchunk_bytes(part.node)
-    straight = [straight_bytes(node, part.chunk_index, number, box, target) for number in part.numbers]
-    need = size if any(data is None for data in straight) else 0
+    # The bytes of the target that each subchunk fills, or None if they are not contiguous.
+    direct = [find_contiguous_bytes(node, part.chunk_index, number, box, target) for number in part.numbers]
+    need = size if any(data is None for data in direct) else 0
     filled = 0
     with (
         array.missing_is_damage(part.chunk_index),
         array.store.reader(part.key) as read_at,
         budget.take(need) as scratch,
     ):
-        for number, data in zip(part.numbers, straight, strict=True):
+        for number, data in zip(part.numbers, direct, strict=True):
             buffer = scratch if data is None else data
             if _read_checked(read_at, part.table.begin(number), buffer) != part.table.checksums[number]:
-                raise altered(part, number)
+                raise altered_error(part, number)
             filled += size if data is not None else copy_shared(node, part.chunk_index, number, buffer, box, target)
     return len(part.numbers) * (size + CRC_BYTES), filled
 
@@ -211,34 +212,35 @@ def _read_checked(read_at: Reader, byte_offset: int, data: RawArray) -> int | No
     return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
 
 
-def read_neighbours(part: StoredSubchunks, box: Box, target: Target, budget: BytesBudget) -> tuple[int, int]:
+def read_neighbours(part: StoredSubchunks, box: Box, target: BoxTarget, budget: BytesBudget) -> tuple[int, int]:
     """Fetch, check and copy neighbouring subchunks. Returns the number of bytes fetched and of bytes filled.
 
     One request. Raises CorruptCheckpointError with the array and the object's key for a missing, short or altered
     object.
     """
     node, filled = part.node, 0
-    with fetched(part, budget) as (stored, scratch):
+    with fetch_in_budget(part, budget) as (stored, scratch):
         for number, data in part.each(stored):
-            straight = straight_bytes(node, part.chunk_index, number, box, target)
-            if straight is not None and node.compression is not None:
-                filled += len(unpacked(part, number, data, straight))
+            filled_bytes = find_contiguous_bytes(node, part.chunk_index, number, box, target)
+            if filled_bytes is not None and node.compression is not None:
+                filled += len(unpack(part, number, data, filled_bytes))
             else:
-                elements = unpacked(part, number, data, scratch)
+                # Without compression, the checked bytes are copied from the fetched ones in any case.
+                elements = unpack(part, number, data, scratch)
                 filled += copy_shared(node, part.chunk_index, number, elements, box, target)
     return part.nbytes, filled
 
 
 def unpacking_bytes(node: ArrayNode) -> int:
-    """Return the size of scratch memory for :func:`unpacked`: a subchunk's elements, or 0 without compression."""
+    """Return the size of scratch memory for :func:`unpack`: a subchunk's elements, or 0 without compression."""
     return 0 if node.compression is None else subchunk_bytes(node)
 
 
 @contextmanager
-def fetched(part: StoredSubchunks, budget: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
+def fetch_in_budget(part: StoredSubchunks, budget: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
     """Fetch neighbouring subchunks as they are stored, unchecked. One request.
 
-    Yields their bytes, and scratch memory for :func:`unpacked`. Raises CorruptCheckpointError for a missing object.
+    Yields their bytes, and scratch memory for :func:`unpack`. Raises CorruptCheckpointError for a missing object.
     """
     scratch = unpacking_bytes(part.node)
     if part.array.store.is_local or budget.is_special:
@@ -265,14 +267,14 @@ def fetch(part: StoredSubchunks, stored: RawArray | None = None) -> RawArray:
     return stored
 
 
-def unpacked(part: StoredSubchunks, number: int, stored: RawArray, out: RawArray) -> RawArray:
-    """Check a stored subchunk and return the bytes of its elements, decompressed into ``out`` if need be.
+def unpack(part: StoredSubchunks, number: int, stored: RawArray, out: RawArray) -> RawArray:
+    """Check a stored subchunk and return the bytes of its elements, decompressed into ``out``.
 
-    Without compression this is a view of ``stored``. Raises CorruptCheckpointError with the array and the object's key
-    if the subchunk differs from the save.
+    Without compression, returns a view of ``stored`` and does not use ``out``. Raises CorruptCheckpointError with the
+    array and the object's key if the subchunk differs from the save.
     """
     if not part.table.matches(number, stored):
-        raise altered(part, number)
+        raise altered_error(part, number)
     if part.node.compression is None:
         return stored[:-CRC_BYTES]
     try:
@@ -285,7 +287,7 @@ def unpacked(part: StoredSubchunks, number: int, stored: RawArray, out: RawArray
     return out
 
 
-def altered(part: StoredSubchunks, number: int) -> CorruptCheckpointError:
+def altered_error(part: StoredSubchunks, number: int) -> CorruptCheckpointError:
     """Return the error for a subchunk that differs from the save."""
     return CorruptCheckpointError(
         f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is damaged: the checksum "

@@ -1,10 +1,9 @@
-"""Entries of an open checkpoint as a mapping. Functions on checkpoints accept it, or the url of one. No torch."""
+"""Entries of an open checkpoint as a mapping, the base class of ``Checkpoint``. No torch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from zarrckpt._errors import KeyMismatchError
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Selection(Mapping[str, Any]):
-    """All or some entries of an open checkpoint, with their names and arrays.
+    """All or some entries of an open checkpoint, by name.
 
-    The base of :class:`Checkpoint`, for modules in lower layers than its methods.
+    The base class of :class:`Checkpoint`. Modules that Checkpoint's methods call use this class, because they cannot
+    import :class:`Checkpoint`.
     """
 
     __eq__ = object.__eq__  # Mapping would read and compare all values.
@@ -56,7 +56,7 @@ class Selection(Mapping[str, Any]):
     @property
     def non_tensors(self) -> Self:
         """The entries that are Python values."""
-        return self._part(fqn for fqn in self._names if fqn in self._catalog.root.objects)
+        return self._part(fqn for fqn in self._names if fqn in self._catalog.root.non_tensors)
 
     @property
     def groups(self) -> dict[str, Self]:
@@ -79,16 +79,13 @@ class Selection(Mapping[str, Any]):
         return self._part(fqn for fqn in wanted if fqn not in dropped)
 
     def _part(self, names: Iterable[str]) -> Self:
-        part = type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
-        if "_zarr_store" in self.__dict__:
-            part.__dict__["_zarr_store"] = self._zarr_store
-        return part
+        return type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
 
     def __getitem__(self, fqn: str) -> Any:
         self._check_entry(fqn)
         if fqn in self._catalog.root.tensors:
             return self._array(fqn)
-        return self._catalog.read_object(fqn, allow_pickle=self._allow_pickle)
+        return self._catalog.read_non_tensor(fqn, allow_pickle=self._allow_pickle)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -125,11 +122,12 @@ class Selection(Mapping[str, Any]):
         another shape or dtype (all are listed). Raises TypeError and ValueError for memory that is not writable.
         Raises CorruptCheckpointError and CheckpointReplacedError, after which the contents of ``out`` are undefined.
         """
-        names = (self.tensors if out is None else out) if keys is None else [keys] if isinstance(keys, str) else keys
-        wanted = list(dict.fromkeys(names))
-        for fqn in wanted:
+        if keys is None:
+            keys = self.tensors if out is None else out
+        names = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
+        for fqn in names:
             self._check_tensor(fqn)
-        return read_arrays(self._catalog, wanted, max_inflight_bytes, progress, out)
+        return read_arrays(self._catalog, names, max_inflight_bytes, progress, out)
 
     def _check_entry(self, fqn: str) -> None:
         """Raise KeyMismatchError if there is no entry with this name."""
@@ -148,18 +146,11 @@ class Selection(Mapping[str, Any]):
         from zarr.storage import StorePath
 
         root = self._catalog.root
-        self._catalog.refuse_unbacked_size(root.tensors[fqn])
+        self._catalog.refuse_implausible_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
-        # Built from the root's consolidated metadata, without a request.
+        # Built from the root document, without a request.
         document: Any = copy.deepcopy(node.document())
-        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
-
-    @cached_property
-    def _zarr_store(self) -> Any:
-        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._read.zarr_view import StrictStore
-
-        return StrictStore(self._catalog)
+        return zarr.Array(AsyncArray(document, StorePath(self._catalog.zarr_store, node.path)))
 
 
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:

@@ -28,10 +28,10 @@ T = TypeVar("T")
 _THREADS = 64
 """Maximum number of concurrent requests. zarr-python makes ten at a time by default."""
 _depth = ContextVar("zarrckpt-zarr", default=0)
-"""Number of these stores whose calls wait for the current one.
+"""Number of calls of a StrictStore that wait for the current call.
 
-A checkpoint may be opened through the Zarr store of an open checkpoint. Each store has its own threads, because all
-threads of the outer one can wait for the inner one.
+It is above 0 if a checkpoint was opened through the StrictStore of another one. Calls at each depth have their own
+threads, because all threads of one depth can wait for the next.
 """
 
 
@@ -150,9 +150,9 @@ class StrictStore(Store):
         """Return an object or a part of it, or None if it is absent and not a chunk. At most one request."""
         path, _, name = key.rpartition("/")
         node = self._nodes.get(path)
-        chunk = None if node is None else _chunk(node, name)
-        if node is not None and chunk is not None:
-            return self._read_chunk(node, chunk, byte_range)
+        chunk_index = None if node is None else _parse_chunk_name(node, name)
+        if node is not None and chunk_index is not None:
+            return self._read_chunk(node, chunk_index, byte_range)
         data = self._documents.get(key)
         if data is None:
             try:
@@ -162,15 +162,15 @@ class StrictStore(Store):
         start, stop = _extent(byte_range, len(data))
         return data[start:stop]
 
-    def _read_chunk(self, node: ArrayNode, chunk: Ints, byte_range: ByteRequest | None) -> memoryview:
+    def _read_chunk(self, node: ArrayNode, chunk_index: Ints, byte_range: ByteRequest | None) -> memoryview:
         """Return a chunk object or a part of it. The first call also requests the tables."""
         with self._catalog.explaining_damage():
-            array = self._catalog.stored(node)
-            table, key = array.table(chunk), array.node.chunk_key(chunk)
+            array = self._catalog.stored_array(node)
+            table, key = array.table(chunk_index), array.node.chunk_key(chunk_index)
             start, stop = _extent(byte_range, table.object_size)
             # A part of a subchunk has no checksum, so whole subchunks are read.
             begin, end = table.align(start, stop)
-            with array.missing_is_damage(chunk):
+            with array.missing_is_damage(chunk_index):
                 if end - begin < table.object_size:
                     stored = array.store.read(key, begin, end - begin)
                 else:  # without a range, which some web servers do not support
@@ -195,14 +195,14 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, call_inside)
 
 
-def _chunk(node: ArrayNode, name: str) -> Ints | None:
-    """Return the chunk of an array that an object's name below the array denotes, or None if it is not a chunk."""
+def _parse_chunk_name(node: ArrayNode, name: str) -> Ints | None:
+    """Return the index of the chunk that a name below an array denotes, or None if it does not denote a chunk."""
     letter, *numbers = name.split(".")
     counts = node.grid.counts
     if letter != "c" or len(numbers) != len(counts) or not all(map(str.isdecimal, numbers)):
         return None
-    chunk = tuple(map(int, numbers))
-    return chunk if all(index < count for index, count in zip(chunk, counts, strict=True)) else None
+    chunk_index = tuple(map(int, numbers))
+    return chunk_index if all(i < count for i, count in zip(chunk_index, counts, strict=True)) else None
 
 
 def _own_error(group: BaseExceptionGroup) -> CheckpointError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zarrckpt._commit.contents import UrlContents, read_contents
@@ -26,10 +26,10 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.wire import record
+from zarrckpt._runs.folders import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
 from zarrckpt._store import Store, StoreSpec
 
 
@@ -43,9 +43,9 @@ class ChosenCheckpoint:
     step: int | None
     damaged: tuple[str, ...]
     """The folders of damaged checkpoints. A save to one of them replaces it."""
-    from_source: bool = False
+    is_origin: bool = False
     """Whether it is the checkpoint of another run from which this run begins."""
-    others: bool = False
+    has_alternative: bool = False
     """Whether another folder has the same step, with a different number of leading zeros."""
 
     def __post_init__(self) -> None:
@@ -53,21 +53,21 @@ class ChosenCheckpoint:
             raise ValueError(f"the name of a step's folder was expected, got {self.name!r:.100}")
 
 
-class Coordinator:
-    """The coordinator's side of a run. Every rank creates one; only rank 0's makes requests.
+class RunCoordinator:
+    """The operations of a run that only the coordinator does. Every rank creates one; only rank 0's makes requests.
 
     Used by one thread at a time. Deletions run in another thread.
     """
 
-    def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec) -> None:
-        """``source`` is the checkpoint from which the run begins. Its url is "" if ``init_from`` was not given."""
+    def __init__(self, spec: StoreSpec, keep: Keep | None, init_from: StoreSpec) -> None:
+        """``init_from`` is the checkpoint from which the run begins. Its url is "" if the user gave none."""
         self.spec = spec
-        self._source = source
+        self._init_from = init_from
         self.ownership = Ownership(spec.open(), keep)
-        self.retention = Retention(spec, keep, self.ownership, self._unpin_source)
+        self.retention = Retention(spec, keep, self.ownership, self._unpin_origin)
         self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
-        self._released = False
+        self._has_unpinned = False
         """Whether this job has deleted the pin of the checkpoint from which the run began."""
 
     # -- to restore
@@ -75,10 +75,11 @@ class Coordinator:
     def choose(
         self,
         step: int | None,
-        rewind: bool,
         unreadable: frozenset[str],
         timeout: float,
         report_alive: Callable[[], None],
+        *,
+        rewind: bool,
     ) -> ChosenCheckpoint:
         """Choose the checkpoint of a step, or the newest sound one, and take over the run.
 
@@ -90,14 +91,14 @@ class Coordinator:
         self.retention.settle(timeout)
         store, url = self.spec.open(), self.spec.url
         steps = _list_steps(store)
-        newest, damaged = self._newest(steps, unreadable)
+        newest, damaged = self._find_newest(steps, unreadable)
         chosen = newest if step is None else _find_step(store, step, steps, unreadable)
         stored = self.ownership.read()
         if chosen is None:
             _refuse_to_begin_anew(url, stored, damaged)
         self.newest_step = -1 if newest is None else newest.step
         try:
-            self._take(stored, chosen, steps, newest)
+            self._take_over(stored, chosen, steps, newest)
         except StorageError as err:
             if rewind:
                 raise
@@ -106,11 +107,9 @@ class Coordinator:
                 f"until this is fixed: {err}"
             )
         if chosen is None:
-            return (
-                ChosenCheckpoint("", self._pin_source(), (), from_source=True)
-                if self._source.url
-                else ChosenCheckpoint("", None, ())
-            )
+            if not self._init_from.url:
+                return ChosenCheckpoint("", None, ())
+            return ChosenCheckpoint("", self._pin_origin(), (), is_origin=True)
         if rewind:
             self._remove_after(chosen, steps, report_alive)
         elif chosen.step < self.newest_step:
@@ -118,13 +117,17 @@ class Coordinator:
                 f"the run {url} continues from step {chosen.step}, but has a checkpoint of step {self.newest_step}: "
                 "saves up to that step are refused. restore(..., rewind=True) removes the later checkpoints"
             )
-        others = any(steps[name] == chosen.step for name in steps.keys() - {chosen.name, *unreadable})
-        return ChosenCheckpoint(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
+        alternative = any(steps[name] == chosen.step for name in steps.keys() - {chosen.name, *unreadable})
+        names = tuple(below.name for below in damaged)
+        return ChosenCheckpoint(chosen.name, chosen.step, names, has_alternative=alternative)
 
-    def _newest(
+    def _find_newest(
         self, steps: Mapping[str, int], unreadable: frozenset[str]
     ) -> tuple[RunCheckpoint | None, list[CheckpointFolder]]:
-        """Return the newest sound checkpoint and the damaged ones after it. Warn of these, and never delete them."""
+        """Return the newest sound checkpoint and the damaged ones after it.
+
+        Warns of the damaged ones, and records them, so that they are never deleted.
+        """
         store = self.spec.open()
         damage = CorruptCheckpointError("its data are damaged")
         damaged = [CheckpointFolder(name, damage=damage) for name in sorted(unreadable, reverse=True)]
@@ -138,10 +141,10 @@ class Coordinator:
                 warn(skip_warning(store, below))
             return None, damaged
         finally:
-            with self.retention.known() as known:
+            with self.retention.lock_known() as known:
                 known.note_damaged(below.name for below in damaged)
 
-    def _take(
+    def _take_over(
         self,
         stored: RunRecord | None,
         chosen: RunCheckpoint | None,
@@ -153,12 +156,12 @@ class Coordinator:
         ``stored`` is the run's record, ``chosen`` the checkpoint from which the job continues, and ``newest`` the
         newest sound checkpoint. Raises StorageError.
         """
-        if self.ownership.taken:
+        if self.ownership.is_taken:
             return
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
-        source = self._source.url
-        self.ownership.take(stored, inherited, source, begins=chosen is None, committed=newest is not None)
-        with self.retention.known() as known:
+        origin = self._init_from.url
+        self.ownership.take_over(stored, inherited, origin, begins=chosen is None, committed=newest is not None)
+        with self.retention.lock_known() as known:
             known.note_folders(steps)
 
     def _remove_after(self, chosen: RunCheckpoint, steps: Mapping[str, int], report_alive: Callable[[], None]) -> None:
@@ -178,61 +181,61 @@ class Coordinator:
             report_alive()
             if left.root_bytes is not None or left.removal:
                 remove_all(self.spec.child(name).open(), left)
-                with self.retention.known() as known:
+                with self.retention.lock_known() as known:
                     known.forget(name)
         self.newest_step = chosen.step
 
     # -- the checkpoint of another run from which this run begins
 
-    def _pin_source(self) -> int | None:
+    def _pin_origin(self) -> int | None:
         """Pin the checkpoint from which the run begins. Return its step, or None if it is not known."""
-        store = self._source.open()
+        store = self._init_from.open()
         root = load_root(store)
         try:
-            if self.ownership.taken:
+            if self.ownership.is_taken:
                 put_pin(store, root, self.ownership.record.pin, f"the run {self.spec.url} begins from it")
         except StorageError as err:
             warn(f"{store.url} cannot be pinned, and may be removed before {self.spec.url} has a checkpoint: {err}")
         step = root.metadata.get("step", number_in(store.url))
         return step if type(step) is int else None
 
-    def _unpin_source(self) -> None:
+    def _unpin_origin(self) -> None:
         """Unpin the checkpoint from which the run began, unless an earlier job has done so. Three requests.
 
         Opens only this job's ``init_from``, never a url from the run's document.
         """
-        if self._released or not self.ownership.record.pin:
+        if self._has_unpinned or not self.ownership.record.pin:
             return
-        self._source.open().delete([pin_key(self.ownership.record.pin)])
-        self._released = True
-        self.ownership.forget_source()
+        self._init_from.open().delete([pin_key(self.ownership.record.pin)])
+        self._has_unpinned = True
+        self.ownership.forget_origin()
 
     # -- to save
 
     def take_or_check_ownership(self) -> None:
         """Take over the run, or check that this job still owns it. Raises RunTakenOverError."""
-        if self.ownership.taken:
+        if self.ownership.is_taken:
             self.ownership.check()
         else:
             steps = _list_steps(self.spec.open())
-            newest, _ = self._newest(steps, frozenset())
+            newest, _ = self._find_newest(steps, frozenset())
             stored = self.ownership.read()
             self.newest_step = -1 if newest is None else newest.step
-            self._take(stored, newest, steps, newest)
+            self._take_over(stored, newest, steps, newest)
 
 
 @dataclass(frozen=True)
 class RunSave:
     """The run's part in one save, on the coordinator. It implements :class:`zarrckpt._save.request.Run`."""
 
-    coordinator: Coordinator
+    coordinator: RunCoordinator
     step: int
     name: str
     """The folder of the checkpoint."""
     metadata_of_step: Mapping[str, Any]
     patience: float
     """Maximum number of seconds for which the save waits for deletions."""
-    check_metric: bool
+    check_metric: bool = field(kw_only=True)
     """Whether several saves without the metric of the rules are refused."""
 
     def wait_for_deletions(self) -> None:
@@ -251,7 +254,7 @@ class RunSave:
                 "To continue from an earlier step: restore(state, step=..., rewind=True). For a new run, use another "
                 "url"
             )
-        with coordinator.retention.known() as known:
+        with coordinator.retention.lock_known() as known:
             text = known.check_metric(url, self.step, self.metadata_of_step) if self.check_metric else ""
             known.note_begin(self.name, self.step)
         if text:
@@ -279,8 +282,8 @@ class RunSave:
         except StorageError:
             pass  # The checkpoint is committed, and the next save checks again.
         coordinator.newest_step = self.step
-        coordinator.ownership.note_commit()
-        coordinator.retention.note_commit(self.name, self.step, self.metadata_of_step)
+        coordinator.ownership.record_first_commit()
+        coordinator.retention.delete_after_commit(self.name, self.step, self.metadata_of_step)
 
 
 def _list_steps(store: Store) -> dict[str, int]:
@@ -292,7 +295,7 @@ def _list_steps(store: Store) -> dict[str, int]:
     listed = list_below(store)
     steps = step_folders(listed.folders)
     if listed.has_root or listed.has_save:
-        _refuse_checkpoint(store, listed.has_root, bool(steps) or listed.is_run)
+        _refuse_checkpoint(store, has_root=listed.has_root, is_run=bool(steps) or listed.is_run)
     if not steps and not listed.is_run:
         refuse_inside(store)
     if listed.folders and not steps:
@@ -303,13 +306,13 @@ def _list_steps(store: Store) -> dict[str, int]:
     return steps
 
 
-def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
+def _refuse_checkpoint(store: Store, *, has_root: bool, is_run: bool) -> None:
     """Raise ForeignObjectsError if a run's url is the url of a checkpoint. At most two requests.
 
-    ``rooted`` is true if a root document exists, ``is_run`` if folders of steps or the document of a run exist. A save
-    that was begun by mistake in the folder of a run, and did not commit, raises no error.
+    ``has_root``: whether a root document exists. ``is_run``: whether folders of steps or the document of a run exist. A
+    save that was begun by mistake in the folder of a run, and did not commit, raises no error.
     """
-    if rooted:
+    if has_root:
         try:
             read_root(store)
         except ForeignObjectsError:

@@ -47,12 +47,15 @@ class Keep:
         if self.best and self.metric is None:
             raise ValueError(f"best={self.best} needs a metric: metric='val_loss'")
 
-    def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
-        """Return the reasons to keep each kept checkpoint, by step. ``metrics`` has the metadata of each checkpoint."""
-        steps = sorted(metrics, reverse=True)
+    def reasons(self, metadata_of: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        """Return the reasons to keep each kept checkpoint, by step.
+
+        ``metadata_of`` has the metadata of each checkpoint by step, which contain its metrics.
+        """
+        steps = sorted(metadata_of, reverse=True)
         reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[: self.newest]}
         sign = -1 if self.mode == "max" else 1
-        numbers = {step: comparable_metric(metrics[step].get(self.metric or "")) for step in steps}
+        numbers = {step: comparable_metric(metadata_of[step].get(self.metric or "")) for step in steps}
         ranked = [(sign * value, -step) for step, value in numbers.items() if value is not None]
         for rank, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
             reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {rank}")

@@ -15,7 +15,7 @@ from zarrckpt._runs.keep import Keep
 _MAX_EXPIRED = 2
 """Maximum number of expired checkpoints after a commit, without those that cannot be deleted."""
 
-_AWAITED_DELETIONS = 3
+_MAX_DELETIONS_TO_AWAIT = 3
 """Maximum number of deletions for which a save waits: one more than a commit makes necessary."""
 
 _FOLDERS_AT_ONCE = 64
@@ -53,10 +53,10 @@ class KnownCheckpoints:
         self._blocked: dict[str, Deletion] = {}
         """The checkpoints that could not be deleted, and the reason, the latest attempt last."""
         self._tried: set[str] = set()
-        """The names that :meth:`next_expired` and :meth:`next_blocked` have returned."""
+        """The names that :meth:`take_expired` and :meth:`take_blocked` have returned in this series."""
         self._read: set[str] = set()
-        """The names that :meth:`next_unread` has returned."""
-        self._awaited = 0
+        """The names that :meth:`take_unread` has returned in this series."""
+        self._deletions_to_await = 0
         """The maximum number of deletions for which the next save waits."""
         self._unseen_metric = None if keep is None or not keep.best else keep.metric
         """The metric of the rules until a save or a checkpoint has it, then None."""
@@ -85,7 +85,7 @@ class KnownCheckpoints:
         self.forget(name)
         self._damaged.discard(name)
         self._own[name] = step, metadata
-        self._awaited = _AWAITED_DELETIONS
+        self._deletions_to_await = _MAX_DELETIONS_TO_AWAIT
 
     def note_found(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
         """Record a committed checkpoint of this run that was found in the store."""
@@ -96,7 +96,7 @@ class KnownCheckpoints:
         """Record an attempt to delete a checkpoint or leftovers. It does not remove the name, see :meth:`forget`."""
         self._blocked.pop(name, None)
         if result is Deletion.SETTLED:
-            self._awaited -= 1
+            self._deletions_to_await -= 1
         else:
             self._blocked[name] = result
 
@@ -108,28 +108,31 @@ class KnownCheckpoints:
 
     # -- decisions
 
-    def begin_deletions(self) -> None:
-        """Begin a new series of deletions, in which each checkpoint is tried once and each folder is read once."""
+    def begin_series(self) -> None:
+        """Begin a series of deletions, in which each checkpoint is tried once and each folder is read once."""
         self._tried, self._read = set(), set()
 
-    def next_expired(self) -> str | None:
-        """Return the checkpoint or the leftovers to delete next, or None."""
+    def take_expired(self) -> str | None:
+        """Return the checkpoint or the leftovers to delete next, or None. It counts as tried."""
         skipped = self._tried | self._blocked.keys()
-        return self._next(name for name in self._expired() if name not in skipped)
+        return self._take_first(name for name in self._expired() if name not in skipped)
 
-    def next_unread(self) -> list[str]:
-        """Return some folders to read, because they may have expired checkpoints."""
+    def take_unread(self) -> list[str]:
+        """Return some folders to read, because they may have expired checkpoints. They count as read."""
         names = sorted(self._unread - self._read)[:_FOLDERS_AT_ONCE]
         self._read.update(names)
         return names
 
-    def next_blocked(self) -> str | None:
-        """Return a checkpoint to try again that could not be deleted: pinned ones first, then by the last attempt."""
+    def take_blocked(self) -> str | None:
+        """Return a checkpoint that could not be deleted, to try it again, or None. It counts as tried.
+
+        Pinned ones come first, then those whose last attempt is the oldest.
+        """
         expired = {*self._expired()} - self._tried
         names = sorted(self._blocked, key=lambda name: self._blocked[name] is not Deletion.PINNED)
-        return self._next(name for name in names if name in expired)
+        return self._take_first(name for name in names if name in expired)
 
-    def _next(self, names: Iterable[str]) -> str | None:
+    def _take_first(self, names: Iterable[str]) -> str | None:
         name = next(iter(names), None)
         if name is not None:
             self._tried.add(name)
@@ -137,25 +140,26 @@ class KnownCheckpoints:
 
     def stop_waits(self) -> None:
         """Let saves begin without a wait until the next commit."""
-        self._awaited = 0
+        self._deletions_to_await = 0
 
-    def may_save(self) -> bool:
-        """Whether a commit leaves few expired checkpoints, or enough were deleted since the last commit.
+    def needs_no_wait(self) -> bool:
+        """Whether the next save need not wait for deletions.
 
+        Its commit leaves few expired checkpoints, or enough were deleted since the last commit.
         If earlier jobs have left many, each save waits for some deletions, so that their number falls.
         """
         # A commit makes the oldest of the newest checkpoints expire, and the worst of the best ones.
         added = 2 if self._keep is not None and self._keep.best else 1
         waiting = {*self._expired()} - self._blocked.keys()
-        return self._awaited <= 0 or len(waiting) + added <= _MAX_EXPIRED
+        return self._deletions_to_await <= 0 or len(waiting) + added <= _MAX_EXPIRED
 
     def _expired(self) -> list[str]:
         """Return the names of expired checkpoints and leftovers, by ascending step."""
-        own = {name: known for name, known in self._own.items() if name not in self._damaged}
-        metrics = {step: metadata for step, metadata in own.values()}
-        kept: Collection[int] = metrics if self._keep is None else self._keep.reasons(metrics)
-        newest = max(metrics, default=-1)
-        found = [(step, name) for name, (step, _) in own.items() if step not in kept]
+        sound = {name: known for name, known in self._own.items() if name not in self._damaged}
+        metadata_of = {step: metadata for step, metadata in sound.values()}
+        kept: Collection[int] = metadata_of if self._keep is None else self._keep.reasons(metadata_of)
+        newest = max(metadata_of, default=-1)
+        found = [(step, name) for name, (step, _) in sound.items() if step not in kept]
         found += [(step, name) for name, step in self._begun.items() if step < newest]
         return [name for _, name in sorted(found)]
 

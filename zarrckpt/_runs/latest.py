@@ -14,8 +14,8 @@ from zarrckpt._commit.listings import list_below
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
+from zarrckpt._runs.folders import newest_below, refuse_unreadable, skip_warning
 from zarrckpt._runs.keep import Keep, Mode, comparable_metric
-from zarrckpt._runs.steps import newest_below, refuse_unreadable, skip_warning
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
-from zarrckpt._runs.coordinator import ChosenCheckpoint, Coordinator
+from zarrckpt._runs.coordinator import ChosenCheckpoint, RunCoordinator
+from zarrckpt._runs.folders import name_of, refuse_unreadable, skip_warning, step_folders
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.saving import StepSaver, StepState
 from zarrckpt._runs.schedule import StepSequence
-from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_folders
 from zarrckpt._save.background import SaveFuture
 from zarrckpt._state import objects
 from zarrckpt._store import Store, StoreSpec, Url
@@ -94,9 +94,9 @@ class CheckpointManager:
 
     A ``with`` block closes the manager at its end. The constructor makes no request. Raises TypeError and ValueError
     for invalid arguments.
-
-    The class has more than 250 lines because 160 of them describe arguments, costs and errors.
     """
+
+    # Above 250 lines, because most of them describe arguments, costs and errors.
 
     def __init__(
         self,
@@ -125,17 +125,20 @@ class CheckpointManager:
             raise ValueError(f"grace must be greater than 0 seconds, got {grace}")
         self._options = checked_options(options, SaveOptions)
         self._spec = StoreSpec(url, storage_options, self._options.durable, self._options.concurrency)
-        self._source, self._source_keys = StoreSpec(init_from, storage_options), init_keys
-        self._ranks = Ranks(process_group, no_dist)
-        self._coordinator = Coordinator(self._spec, keep, self._source)
-        self._saver = StepSaver(self._spec, self._options, self._ranks, self._coordinator, background)
+        self._init_from, self._init_keys = StoreSpec(init_from, storage_options), init_keys
+        self._ranks = Ranks(process_group, no_dist=no_dist)
+        self._coordinator = RunCoordinator(self._spec, keep, self._init_from)
+        self._saver = StepSaver(self._spec, self._options, self._ranks, self._coordinator, background=background)
         self._steps = StepSequence(save_every)
         self._last_report: LoadReport | None = None
         self._preempted = False
         self._closed = False
+        """Whether close() was called."""
         self._ended = False
-        self._process = os.getpid()
-        self._watch: process_signals.Watch | None = None
+        """Whether close() has also waited for the last save."""
+        self._pid = os.getpid()
+        self._signal_watch: process_signals.Watch | None = None
+        """The registration of this manager's signals, or None if it handles none."""
         self._preemption: Preemption | None = None
         if signals or notice is not None:
             self._preemption = preemption = Preemption(
@@ -143,9 +146,9 @@ class CheckpointManager:
             )
             try:
                 if signals:
-                    self._watch = process_signals.dispatcher.watch(signals, preemption.note_notice)
+                    self._signal_watch = process_signals.dispatcher.watch(signals, preemption.note_notice)
                     # A manager that is garbage-collected without close() must not handle signals any more.
-                    weakref.finalize(self, _end_watch, self._watch).atexit = False
+                    weakref.finalize(self, _end_watch, self._signal_watch).atexit = False
             except BaseException:
                 preemption.close()
                 raise
@@ -231,54 +234,66 @@ class CheckpointManager:
         errors of :func:`load`. With ``rewind`` also CheckpointPinnedError and ForeignObjectsError. An error on one rank
         is raised on all.
         """
-        objects.refuse_swapped(state, self._spec.url, "restore")
-        references = sys.getrefcount(state)
-        droppable = objects.droppable_keys(state, references)
+        objects.refuse_swapped_arguments(state, self._spec.url, "restore")
+        references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too
+        unreferenced = objects.find_unreferenced_dicts(state, references)
         if rewind and step is None:
             raise ValueError("rewind=True needs a step to return to: restore(state, step=..., rewind=True)")
         step = None if step is None else operator.index(step)
         self.wait()
         self._last_report = None
+        # Without a url, because the coordinator chooses the checkpoint.
         request = LoadRequest.from_arguments(
-            None, options, strict=strict, keys=keys, rename=rename, allow_pickle=allow_pickle, allow_cast=allow_cast
+            None,
+            options,
+            strict=strict,
+            keys=keys,
+            rename=rename,
+            allow_pickle=allow_pickle,
+            allow_cast=allow_cast,
+            unreferenced=unreferenced,
         )
-        request = dataclasses.replace(request, droppable=droppable)
-        found, chosen = self._restore(state, request, step, rewind)
-        self._steps.restart(found)
+        restored_step, chosen = self._restore(state, request, step, rewind=rewind)
+        self._steps.restart(restored_step)
         self._saver.restart(frozenset(chosen.damaged))
-        return found
+        return restored_step
 
     def _restore(
-        self, state: dict[str, Any], request: LoadRequest, step: int | None, rewind: bool
+        self, state: dict[str, Any], request: LoadRequest, step: int | None, *, rewind: bool
     ) -> tuple[int | None, ChosenCheckpoint]:
         """Load the checkpoint that the coordinator chooses, or another one if that is damaged. Return its step."""
         unreadable: frozenset[str] = frozenset()
         while True:
-            chosen = self._choose(step, rewind, unreadable, request.options.timeout)
+            chosen = self._choose(step, unreadable, request.options.timeout, rewind=rewind)
             if not chosen.name:
-                return self._restore_source(state, request, chosen), chosen
+                return self._restore_init_from(state, request, chosen), chosen
             spec = self._spec.child(chosen.name)
             try:
                 self._last_report = load_on_ranks(state, dataclasses.replace(request, spec=spec), self._ranks)
                 return chosen.step, chosen
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
-                if chosen.step is None or (step is not None and not chosen.others):
+                if chosen.step is None or (step is not None and not chosen.has_alternative):
                     raise
+                # Folders that were found damaged are not read again.
                 unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
                 which = "the checkpoint before it" if step is None else "another one of this step"
                 warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
 
-    def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> ChosenCheckpoint:
+    def _choose(
+        self, step: int | None, unreadable: frozenset[str], timeout: float, *, rewind: bool
+    ) -> ChosenCheckpoint:
+        """Let the coordinator choose a checkpoint that is not in the folders ``unreadable``."""
         with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
-            choose = partial(self._coordinator.choose, step, rewind, unreadable, timeout, rounds.report_alive)
+            choose = partial(self._coordinator.choose, step, unreadable, timeout, rounds.report_alive, rewind=rewind)
             return call_on_coordinator(rounds, "the checkpoint to restore", choose)
 
-    def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
-        if not chosen.from_source:
+    def _restore_init_from(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
+        """Load the checkpoint of ``init_from``, if it was given. Return its step, or None if only a part is loaded."""
+        if not chosen.is_origin:
             return None
-        keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys
+        keys = [self._init_keys] if isinstance(self._init_keys, str) else self._init_keys
         patterns = request.keys if keys is None else [*keys]
-        request = dataclasses.replace(request, spec=self._source, keys=patterns)
+        request = dataclasses.replace(request, spec=self._init_from, keys=patterns)
         self._last_report = load_on_ranks(state, request, self._ranks)
         return None if keys is not None else chosen.step
 
@@ -319,12 +334,12 @@ class CheckpointManager:
         Raises CheckpointError if the save before pre-emption failed or did not end within the grace period.
         """
         given = StepState(self._checked_step(step), state, metrics, metadata)
-        checked_metrics(metrics)
+        checked_metrics(metrics)  # at each step, so that an invalid metric is found before a save is due
         self._steps.begin(given.step)
         future = self._saver.future_of(given.step)
         if self._preemption is not None and not self._preempted and self._preemption.reach_step(given.step):
             self._preempted = True
-            future = self._saver.save_in_time(given, self._preemption)
+            future = self._saver.save_before_preemption(given, self._preemption)
         elif future is None and self._steps.is_due(given.step):
             future = self._saver.save(given)
         self._steps.end(given.step)
@@ -393,8 +408,8 @@ class CheckpointManager:
     def _end(self) -> None:
         """Restore the signal handlers and wait for deletions, after the last save."""
         self._ended = True
-        if self._watch is not None:
-            _end_watch(self._watch)
+        if self._signal_watch is not None:
+            _end_watch(self._signal_watch)
         if self._preemption is not None and self._preemption.noticed is not None and not self._preempted:
             self._preempted = True
             last = self._saver.last_step
@@ -409,9 +424,9 @@ class CheckpointManager:
         self._coordinator.retention.end(0.0 if self._preempted else self._options.timeout)
 
     def _refuse_other_process(self) -> None:
-        if self._process != os.getpid():
+        if self._pid != os.getpid():
             raise CheckpointError(
-                f"this manager of the run {self._spec.url} was created in another process ({self._process}), from "
+                f"this manager of the run {self._spec.url} was created in another process ({self._pid}), from "
                 "which this one was forked: create a manager in this process"
             )
 

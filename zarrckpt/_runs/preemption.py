@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from zarrckpt._errors import CheckpointError, log
+from zarrckpt._ranks.calls import call_on_all
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import is_ending, start_thread
 from zarrckpt._ranks.rounds import Rounds, open_rounds
@@ -56,8 +57,8 @@ class Preemption:
         """The reason for this rank's own pre-emption, or None."""
         self.noticed: float | None = None
         """The monotonic time at which this rank learned of a notice on any rank, or None."""
-        self._current = -1
-        self._at: int | None = None
+        self._current_step = -1
+        self._proposed: int | None = None
         """The proposed step: the first step that is not smaller is saved if all ranks agree."""
         self._agreed = False
         self._error: CheckpointError | None = None
@@ -78,10 +79,10 @@ class Preemption:
         grace period. Raises CheckpointError if they do not agree.
         """
         with self._changed:
-            self._current = step
+            self._current_step = step
             if self.noticed is None:
                 return False
-            while self._error is not None or (self._at is not None and step >= self._at):
+            while self._error is not None or (self._proposed is not None and step >= self._proposed):
                 if self._error is not None:
                     raise self._error
                 if self._agreed:
@@ -179,7 +180,7 @@ class Preemption:
                 raise _Noticed(self._reason)
 
         try:
-            rounds.merge("a notice of pre-emption", wait, lambda _: None, self._woken.set)
+            call_on_all(rounds, "a notice of pre-emption", wait, self._woken.set)
             return False
         except _Noticed:
             return True
@@ -194,14 +195,17 @@ class Preemption:
             self.noticed = self.noticed or time.monotonic()
         ahead = 1
         while True:
-            steps: list[int | None] = rounds.merge("the current steps", self._step, list)
+            steps: list[int | None] = rounds.merge(
+                "the current steps", on_each_rank=self._open_step, on_coordinator=list
+            )
             known = [step for step in steps if step is not None]
             if len(known) < len(steps):
                 raise CheckpointError(
                     f"{self._run}: a rank has closed its manager, so no step can be saved on all ranks before "
                     "pre-emption. The newest checkpoint is the last committed one"
                 )
-            if rounds.merge("a step to save", partial(self._promise, max(known) + ahead), all):
+            proposed = max(known) + ahead
+            if rounds.merge("a step to save", on_each_rank=partial(self._promise, proposed), on_coordinator=all):
                 with self._changed:
                     self._agreed = True
                     self._changed.notify_all()
@@ -209,16 +213,20 @@ class Preemption:
             # Steps are short, and a rank has reached that step in the meantime.
             ahead *= 2
 
-    def _step(self) -> int | None:
+    def _open_step(self) -> int | None:
+        """Return this rank's current step, or None if it is closed."""
         with self._changed:
-            return None if self._closed else self._current
+            return None if self._closed else self._current_step
 
-    def _promise(self, at: int) -> bool:
-        """Promise to wait at a step or at the first later one. Return False if this rank has already reached it."""
+    def _promise(self, step: int) -> bool:
+        """Promise to wait at a proposed step or at the first later one.
+
+        Return False if this rank has already reached it, or will reach no further step.
+        """
         with self._changed:
-            self._at = at if self._current < at and not self._closed else None
+            self._proposed = step if self._current_step < step and not self._closed else None
             self._changed.notify_all()
-            return self._at is not None
+            return self._proposed is not None
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -43,7 +43,7 @@ class RunRecord:
     started: str
     keep: Keep | None = None
     """The job's rules for the checkpoints to keep, or None if all are kept."""
-    source: str = ""
+    origin: str = ""
     """The url of the checkpoint from which the run begins, until it has its own, or "". This url is never opened."""
     pin: str = ""
     """The id of the pin on that checkpoint, or "". It depends on the run and the folder, so a copy has another pin."""
@@ -54,8 +54,8 @@ class RunRecord:
         """Return the stored form of the record."""
         own: Json = {"run": self.run_id, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
-        source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
-        return sealed_bytes(own | keep | source | ({"committed": True} if self.committed else {}))
+        origin: Json = {"source": self.origin, "pin": self.pin} if self.pin else {}
+        return sealed_bytes(own | keep | origin | ({"committed": True} if self.committed else {}))
 
 
 @nesting_bounded
@@ -101,21 +101,22 @@ class Ownership:
         """Held while the record changes, because the thread that deletes checkpoints changes it too."""
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether this job has taken over the run."""
         return self._record is not None
 
     @property
     def record(self) -> RunRecord:
-        """The record that this job has put. Only after :meth:`take`."""
+        """The record that this job has put. Only after :meth:`take_over`."""
         assert self._record is not None
         return self._record
 
     def read(self) -> RunRecord | None:
         """Return the run's record, or None if there is none. One request.
 
-        Raises RunTakenOverError if this job had taken over the run and another job has taken it since. Raises
-        CorruptCheckpointError for a damaged record, and StorageError.
+        If this job has taken over the run, checks that it still owns it, and returns its own record. Raises
+        RunTakenOverError if another job has taken over the run since, CorruptCheckpointError for a damaged record, and
+        StorageError.
         """
         if self._record is not None:
             self.check()
@@ -125,11 +126,11 @@ class Ownership:
         except CorruptCheckpointError as err:
             raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job creates a new one") from err
 
-    def take(
+    def take_over(
         self,
         known: RunRecord | None,
         inherited: str,
-        source: str = "",
+        origin: str = "",
         *,
         begins: bool = False,
         committed: bool = False,
@@ -142,23 +143,23 @@ class Ownership:
         Args:
             known: the record that the caller has read, or None.
             inherited: the run of the checkpoint from which this job continues, for a folder without a record.
-            source: the url of another run's checkpoint, from ``init_from``, or "".
-            begins: whether the run has no checkpoint, so that it begins from ``source``.
+            origin: the url of another run's checkpoint, from ``init_from``, or "".
+            begins: whether the run has no checkpoint, so that it begins from ``origin``.
             committed: whether the run has a committed checkpoint.
 
         Warns of a pin that an earlier job may have left and that this job does not remove. Raises StorageError, also
         if the folder is not writable.
         """
         run_id = known.run_id if known is not None else inherited or new_id()
-        pin = pin_id_of(f"{run_id} {self._store.url}") if source else ""
-        left = ("", "") if known is None else (known.source, known.pin)
-        if left[1] and left != (source, pin):
-            _warn_of_pin(self._store, *left)
-        if not begins and left != (source, pin):
-            source = pin = ""
+        pin = pin_id_of(f"{run_id} {self._store.url}") if origin else ""
+        if known is None or (known.origin, known.pin) != (origin, pin):
+            if known is not None and known.pin:
+                _warn_of_pin(self._store, known.origin, known.pin)
+            if not begins:
+                origin = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
         committed = committed or (known is not None and known.committed)
-        own = RunRecord(run_id, new_id(), host, now(), self._keep, source, pin, committed)
+        own = RunRecord(run_id, new_id(), host, now(), self._keep, origin, pin, committed)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -169,20 +170,20 @@ class Ownership:
         self._store.sync([RUN_KEY])
         self._record = own
 
-    def forget_source(self) -> None:
-        """Record that the run's source is no longer pinned. Two requests.
+    def forget_origin(self) -> None:
+        """Record that the run's origin is no longer pinned. Two requests.
 
         Raises ObjectExistsError if another job takes over the run between them.
         """
         with self._updating:
             stored = self._store.get_versioned(RUN_KEY)
             if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
-                own = dataclasses.replace(self.record, source="", pin="")
+                own = dataclasses.replace(self.record, origin="", pin="")
                 self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
                 self._record = own
 
-    def note_commit(self) -> None:
-        """Record that a checkpoint of the run was committed. Two requests, at the first commit of a run.
+    def record_first_commit(self) -> None:
+        """Record that a checkpoint of the run was committed. Two requests at the first commit of a run, then none.
 
         The put is conditional, because another job may take over the run at the same time. If it fails, the next commit
         tries again.
@@ -214,10 +215,10 @@ class Ownership:
         return {RUN_METADATA: {"id": self.record.run_id, "job": self.record.job}}
 
 
-def _warn_of_pin(store: Store, source: str, pin: str) -> None:
+def _warn_of_pin(store: Store, origin: str, pin: str) -> None:
     # These texts are read from a document, and repr escapes control characters.
     warn(
-        f"the run {store.url} was begun from {source[:1000]!r} by another job, which pinned that checkpoint. The pin "
+        f"the run {store.url} was begun from {origin[:1000]!r} by another job, which pinned that checkpoint. The pin "
         "stays, because this job has a different init_from or none, or the run's folder was moved or copied. If no run "
-        f"needs the pin: zarrckpt.unpin({source[:1000]!r}, {pin!r})"
+        f"needs the pin: zarrckpt.unpin({origin[:1000]!r}, {pin!r})"
     )

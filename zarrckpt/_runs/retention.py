@@ -27,10 +27,10 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.metadata import run_of
 from zarrckpt._jobs import run_jobs
+from zarrckpt._runs.folders import is_own, read_folder, step_of
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.known import Deletion, KnownCheckpoints
 from zarrckpt._runs.record import Ownership
-from zarrckpt._runs.steps import is_own, read_folder, step_of
 from zarrckpt._store import Store, StoreSpec
 
 _END_SECONDS = 5.0
@@ -49,33 +49,37 @@ class Retention:
     """
 
     def __init__(
-        self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, unpin_source: Callable[[], None]
+        self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, unpin_origin: Callable[[], None]
     ) -> None:
-        """``unpin_source`` is called in the thread after each commit of the run."""
+        """``unpin_origin`` is called in the thread of deletions after each commit of the run."""
         self._spec = spec
         self._keep = keep
         self._ownership = ownership
-        self._unpin_source = unpin_source
+        self._unpin_origin = unpin_origin
         self._known = KnownCheckpoints(keep)
         self._changed = threading.Condition()
+        """The lock of all attributes, and the signal that one of them has changed."""
         self._logged: set[str] = set()
         self._skips_waits = False
         self._due = False
+        """Whether a commit was recorded since the last series of deletions began."""
         self._working = False
+        """Whether a series of deletions is running."""
         self._ended = False
+        """Whether no further deletion may begin."""
         self._thread: threading.Thread | None = None
         _alive.add(self)
 
     @contextmanager
-    def known(self) -> Iterator[KnownCheckpoints]:
-        """Yield the known checkpoints, and hold their lock for the block."""
+    def lock_known(self) -> Iterator[KnownCheckpoints]:
+        """Hold the lock, and yield the known checkpoints. Threads that wait for a change are woken afterwards."""
         with self._changed:
             yield self._known
             self._changed.notify_all()
 
-    def note_commit(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
+    def delete_after_commit(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
         """Record a commit of this job, and start the deletion of expired checkpoints in the background."""
-        with self.known() as known:
+        with self.lock_known() as known:
             known.note_commit(name, step, metadata)
             self._due = True
             if self._thread is None and not self._ended:
@@ -89,8 +93,9 @@ class Retention:
         """
 
         def may_save() -> bool:
-            works = (self._due or self._working) and not (self._ended or self._skips_waits)
-            return not works or self._known.may_save()
+            if self._ended or self._skips_waits or not (self._due or self._working):
+                return True
+            return self._known.needs_no_wait()
 
         with self._changed:
             if self._changed.wait_for(may_save, min(timeout, _LOGGED_SECONDS)):
@@ -101,7 +106,7 @@ class Retention:
 
     def skip_waits(self) -> None:
         """Let saves begin without a wait for deletions, because this process will end."""
-        with self.known():
+        with self.lock_known():
             self._skips_waits = True
 
     def settle(self, timeout: float) -> None:
@@ -115,7 +120,7 @@ class Retention:
         The next job, or ``recover``, finishes an interrupted deletion.
         """
         self.settle(timeout)
-        with self.known():
+        with self.lock_known():
             self._ended = True
 
     def _work(self) -> None:
@@ -136,27 +141,27 @@ class Retention:
                     text = f"expired checkpoints could not be deleted: {_error_text(err)}"
                     self._log_once(type(err).__name__, f"{text}. The next save tries again")
             finally:
-                with self.known():
+                with self.lock_known():
                     self._working = False
 
     def _delete_expired(self) -> None:
         """Delete all expired checkpoints, including those of commits during this call."""
         with suppress(CheckpointError):
-            # If this fails, the source stays pinned until the next commit.
-            self._unpin_source()
+            # If this fails, the checkpoint from which the run began stays pinned until the next commit.
+            self._unpin_origin()
         with suppress(StorageError):
             self._forget_removed()
-        with self.known() as known:
-            known.begin_deletions()
+        with self.lock_known() as known:
+            known.begin_series()
         while not self._ended:
             # A checkpoint that has expired stays expired if more checkpoints are found, so delete it before reading
             # more folders.
-            with self.known() as known:
-                name = known.next_expired()
-                unread = known.next_unread() if name is None else []
+            with self.lock_known() as known:
+                name = known.take_expired()
+                unread = known.take_unread() if name is None else []
             if name is not None:
                 if not self._try_delete(name):
-                    with self.known() as known:
+                    with self.lock_known() as known:
                         known.stop_waits()  # The store may refuse all deletions.
             elif unread:
                 self._read_folders(unread)
@@ -164,17 +169,17 @@ class Retention:
                 break
         # Retry blocked deletions, and stop at the first failure, because a failing request is slow.
         while not (self._due or self._ended):
-            with self.known() as known:
-                name = known.next_blocked()
+            with self.lock_known() as known:
+                name = known.take_blocked()
             if name is None or not self._try_delete(name):
                 break
 
     def _forget_removed(self) -> None:
         """Forget checkpoints that users have removed."""
-        with self.known() as known:
+        with self.lock_known() as known:
             names = known.may_be_gone()
         gone = names - {*list_below(self._spec.open()).folders} if names else ()
-        with self.known() as known:
+        with self.lock_known() as known:
             for name in gone:
                 known.forget(name)
 
@@ -188,7 +193,7 @@ class Retention:
             result = Deletion.FAILED
             if not self._ended:
                 self._log_once(name, f"{name} could not be deleted: {_error_text(err)}. Later saves try again")
-        with self.known() as known:
+        with self.lock_known() as known:
             known.note_deletion(name, result)
         return result is not Deletion.FAILED
 
@@ -214,7 +219,7 @@ class Retention:
                 text = f"{name} could not be read, so it is neither counted nor deleted: {_error_text(err)}"
                 self._log_once(name, text)
                 return
-        with self.known() as known:
+        with self.lock_known() as known:
             known.note_read(name)
             if below is not None and below.root is not None and is_own(name, below.root, self._ownership.record.run_id):
                 known.note_found(name, step, below.root.metadata)
@@ -227,15 +232,15 @@ class Retention:
         A checkpoint that does not belong to this run is not deleted, only forgotten.
         """
         store = self._spec.child(name).open()
-        with self.known() as known:
+        with self.lock_known() as known:
             was_pinned, has_begun = known.was_pinned(name), known.has_begun(name)
-        if was_pinned and list_pins(store):
+        if was_pinned and list_pins(store):  # checked first, because it needs fewer requests than all contents
             return Deletion.PINNED
         found = read_contents(store, allow_damaged=True)
         is_own_save = _belongs_to(found, self._ownership.record.run_id)
         if found.root is not None and has_begun and is_own_save:
             # The save has committed but the answer was lost. Now the rules decide whether it is kept.
-            with self.known() as known:
+            with self.lock_known() as known:
                 known.note_found(name, step_of(name) or 0, found.root.metadata)
                 self._due = True
             return Deletion.SETTLED
@@ -250,7 +255,7 @@ class Retention:
         elif not found.begun:
             # All objects were deleted already. On a local disk, the folder may be left.
             store.remove_folder()
-        with self.known() as known:
+        with self.lock_known() as known:
             known.forget(name)
         return Deletion.SETTLED
 

@@ -13,10 +13,10 @@ from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._reports import SaveReport
-from zarrckpt._runs.coordinator import Coordinator, RunSave
+from zarrckpt._runs.coordinator import RunCoordinator, RunSave
+from zarrckpt._runs.folders import name_of
 from zarrckpt._runs.keep import checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.steps import name_of
 from zarrckpt._save.background import SaveFuture, save_in_background, wait_unreported
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import save_on_ranks
@@ -42,7 +42,7 @@ class StepSaver:
     """Saves the steps of a run, one after the other. All ranks make the same calls."""
 
     def __init__(
-        self, spec: StoreSpec, options: SaveOptions, ranks: Ranks, coordinator: Coordinator, background: bool
+        self, spec: StoreSpec, options: SaveOptions, ranks: Ranks, coordinator: RunCoordinator, *, background: bool
     ) -> None:
         """``spec`` is the run's folder. ``background`` is whether saves return before they have ended."""
         self._spec = spec
@@ -59,7 +59,7 @@ class StepSaver:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last save has ended, and its error was raised or logged."""
+        """Whether no save is running whose error could still be raised."""
         return self._unreported is None
 
     @property
@@ -84,7 +84,7 @@ class StepSaver:
         self.wait()
         return self._begin(given)
 
-    def save_in_time(self, given: StepState, preemption: Preemption) -> SaveFuture:
+    def save_before_preemption(self, given: StepState, preemption: Preemption) -> SaveFuture:
         """Save a step before pre-emption, after a running save. Raises CheckpointError when the grace period ends."""
         self._coordinator.retention.skip_waits()
         if self._unreported is not None:
@@ -117,11 +117,12 @@ class StepSaver:
     def _begin(self, given: StepState, preemption: Preemption | None = None) -> SaveFuture:
         """Begin a save. With ``preemption``, it fails when the grace period ends."""
         request = self._request(given, preemption)
-        objects.refuse_swapped(given.state, request.spec.url, "save")
+        objects.refuse_swapped_arguments(given.state, request.spec.url, "save")
         if self._background:
             future = save_in_background(given.state, request, self._ranks)
         else:
             future = SaveFuture(request.spec.url)
+            # Outside of the future, so that this call raises the error.
             report = save_on_ranks(partial(LocalState.from_user_state, given.state), request, self._ranks)
             future.run(lambda: report)
         self._unreported, self._last = future, (given.step, future)
@@ -129,22 +130,24 @@ class StepSaver:
 
     def _request(self, given: StepState, preemption: Preemption | None) -> SaveRequest:
         name = name_of(given.step)
-        own = {"step": given.step, **checked_metrics(given.metrics)}
+        step_and_metrics = {"step": given.step, **checked_metrics(given.metrics)}
         others = checked_metadata(given.metadata)
-        if twice := sorted(own.keys() & others.keys()):
+        if twice := sorted(step_and_metrics.keys() & others.keys()):
             raise ValueError(f"{twice[0]!r} was passed twice: as the step or a metric, and in metadata")
-        known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        # Wait for deletions for half of the time for which the other ranks wait for the coordinator. A missing metric
-        # must not prevent the save before pre-emption.
+        metadata = checked_metadata({**step_and_metrics, **others}, MAX_RUN_METADATA)
+        # A missing metric must not prevent the save before pre-emption.
         check_metric = bool(given.metrics) and preemption is None
-        run = RunSave(self._coordinator, given.step, name, known, self._options.timeout / 2, check_metric)
+        # Half of the time for which the other ranks wait for the coordinator.
+        patience = self._options.timeout / 2
+        run = RunSave(self._coordinator, given.step, name, metadata, patience, check_metric=check_metric)
         options, progress = self._options, None
         if preemption is not None:
             # Do not wait for a lost rank beyond the grace period.
             timeout = min(options.timeout, max(preemption.seconds_left(), MIN_TIMEOUT_SECONDS))
             options = dataclasses.replace(options, timeout=timeout)
             progress = partial(_refuse_late, preemption, given.step)
-        return SaveRequest(self._spec.child(name), name in self.damaged, known, options, progress, run)
+        replaces_damaged = name in self.damaged
+        return SaveRequest(self._spec.child(name), replaces_damaged, metadata, options, progress, run)
 
 
 def _refuse_late(preemption: Preemption, step: int, done: int, total: int) -> None:

@@ -17,9 +17,9 @@ class StepSequence:
 
     def begin(self, step: int) -> None:
         """Begin a step. Raises ValueError if it is not greater than the last one, unless that has not ended."""
-        again = step == self.last > self._done
-        _refuse_below(self.last + (not again), step)
-        if not again:
+        is_repeated = step == self.last and self.last > self._done
+        if not is_repeated:
+            _refuse_below(self.last + 1, step)
             self._before, self.last = self.last, step
 
     def is_due(self, step: int) -> bool:

@@ -24,14 +24,15 @@ from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.description import Description
+from zarrckpt._plan.global_state import ReplicaPart, gather_state
 from zarrckpt._plan.group_numbers import GroupNumbers
-from zarrckpt._plan.holders import ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
 from zarrckpt._state.local_state import LocalState
 
 A = TypeVar("A")
+"""The attempt, as the coordinator sends it. Calls without an attempt, such as ``plan_report``, use another type."""
 
 Replicas = Mapping[bytes, Sequence[ReplicaPart]]
 """The parts that this rank holds together with others, by the ranks that hold them (see ``GlobalState.replicas``)."""
@@ -93,20 +94,20 @@ class _Hello(NamedTuple):
 
     digest: bytes
     """The digest of the rank's description."""
-    plan: bytes
+    plan_name: bytes
     """The name of the plan that the rank keeps for this description, or zeros."""
     balance: int
     """A number that sums to 0 over all ranks if the replicas in this plan are equal: see :func:`_balance`."""
 
     def packed(self) -> bytes:
         """Return the message as bytes."""
-        return self.digest + self.plan + self.balance.to_bytes(8, "little")
+        return self.digest + self.plan_name + self.balance.to_bytes(8, "little")
 
     @classmethod
     def unpacked(cls, data: bytes) -> _Hello:
         """Return the message that these bytes encode."""
-        plan = data[_DIGEST_BYTES : _DIGEST_BYTES + len(_NO_PLAN)]
-        return cls(data[:_DIGEST_BYTES], plan, int.from_bytes(data[-8:], "little"))
+        plan_name = data[_DIGEST_BYTES : _DIGEST_BYTES + len(_NO_PLAN)]
+        return cls(data[:_DIGEST_BYTES], plan_name, int.from_bytes(data[-8:], "little"))
 
 
 @record
@@ -153,6 +154,7 @@ class _PlanDigests(NamedTuple):
     """The digests that a rank sends after it has computed the plan."""
 
     plan: bytes
+    """The digest of the plan."""
     groups: bytes
     """For each group of ranks with replicas, the packed :class:`_GroupDigest`."""
     details: Mapping[ReplicaPart, bytes]
@@ -180,7 +182,7 @@ def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]
 
     Raises UnsupportedLayoutError if the process holds only parts of a tensor.
     """
-    state.refuse_parts()
+    state.refuse_partial_tensors()
     return plan_save(gather_state(AllDescriptions([state.description()], np.zeros(1, np.int64), members)), options)
 
 
@@ -195,6 +197,7 @@ class _Agreement(Generic[A]):
         known = _kept_plans.get(rounds.members)
         # Under a new default process group, the kept plans of the ranks may differ.
         self._last = known[1] if known is not None and known[0] is rounds.world else None
+        # Set on each rank by its calls in the rounds.
         self._state: LocalState
         self._description: Description
         self._plan: SavePlan
@@ -203,26 +206,32 @@ class _Agreement(Generic[A]):
         self._group_numbers: GroupNumbers
 
     def reach(self) -> AgreedPlan[A]:
-        first = self._rounds.merge("the digests of their states", self._hello, self._answer_to_hellos)
+        """Make the rounds that the module's docstring describes."""
+        first = self._rounds.merge(
+            "the digests of their states", on_each_rank=self._make_hello, on_coordinator=self._answer_to_hellos
+        )
         if isinstance(first, _BeginAnswer):
             assert self._last is not None
             return AgreedPlan(self._state, self._last.plan, self._last.rank_plan, first.attempt)
         packed, options = self._rounds.merge(
-            "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
+            "the descriptions of their states",
+            on_each_rank=partial(self._requested_description, first),
+            on_coordinator=self._answer_to_descriptions,
         )
         gathered = AllDescriptions.from_packed(packed, first.numbers, self._rounds.members)
         compare = _CompareAnswer()
         while True:
             answer = self._rounds.merge(
                 "their plans",
-                partial(self._compute_plan, gathered, options, compare),
-                partial(self._answer_to_plans, gathered, compare),
+                on_each_rank=partial(self._compute_plan, gathered, options, compare),
+                on_coordinator=partial(self._answer_to_plans, gathered, compare),
             )
             if isinstance(answer, _BeginAnswer):
                 break
             compare = answer
+        # A plan of differing replicas depends on their contents, so it is not kept.
         if not compare.saved_rank and not self._plan.state.differing:
-            name = _name_of(gathered, options, self._plan)
+            name = _plan_name(gathered, options, self._plan)
             digest = self._description.digest
             kept = _KeptPlan(name, digest, options, self._plan, self._rank_plan, self._replicas, self._group_numbers)
             _kept_plans[self._rounds.members] = (self._rounds.world, kept)
@@ -230,7 +239,7 @@ class _Agreement(Generic[A]):
 
     # -- all ranks
 
-    def _hello(self) -> bytes:
+    def _make_hello(self) -> bytes:
         self._state = self._read_state()
         self._description = self._state.description()
         digest = self._description.digest
@@ -240,12 +249,13 @@ class _Agreement(Generic[A]):
         balance = _balance(self._state, self._last.replicas, self._rounds.rank)
         return _Hello(digest, self._last.name, balance).packed()
 
-    def _described(self, request: DescriptionRequest) -> tuple[str, bytes] | None:
+    def _requested_description(self, request: DescriptionRequest) -> tuple[str, bytes] | None:
         """Return the version that packed the description, and the description, if this rank is to send it."""
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in request.senders else None
 
     def _compute_plan(self, gathered: AllDescriptions, options: PlanOptions, compare: _CompareAnswer) -> _PlanDigests:
+        """Compute the plan and return its digest, with digests of the replicas that ``compare`` names."""
         if compare.in_detail:
             groups = (parts for ranks, parts in self._replicas.items() if _group_name(ranks) in compare.in_detail)
             details = {part: self._state.digest(part) for parts in groups for part in parts}
@@ -265,20 +275,22 @@ class _Agreement(Generic[A]):
 
     def _answer_to_hellos(self, packed: Sequence[bytes]) -> _BeginAnswer[A] | DescriptionRequest:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
-        known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
+        known = (
+            last is not None and last.options == self._options and {hello.plan_name for hello in hellos} == {last.name}
+        )
         # If the sum is not 0, the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _BeginAnswer(self._begin(last.plan.layout))
         return DescriptionRequest.from_digests([hello.digest for hello in hellos])
 
     def _answer_to_descriptions(self, sent: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
-        found = [one for one in sent if one is not None]
-        versions = sorted({version for version, _ in found})
+        described = [one for one in sent if one is not None]
+        versions = sorted({version for version, _ in described})
         if len(versions) > 1:
             raise CheckpointError(
                 f"the ranks have different versions of zarrckpt, {versions}: install the same version on all ranks"
             )
-        return [packed for _, packed in found], self._options
+        return [packed for _, packed in described], self._options
 
     def _answer_to_plans(
         self, gathered: AllDescriptions, compare: _CompareAnswer, found: Sequence[_PlanDigests]
@@ -297,8 +309,8 @@ class _Agreement(Generic[A]):
             if unlike := _unlike_groups([checked.groups for checked in found]):
                 return _CompareAnswer(in_detail=unlike)
         contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
-        _refuse_numbered(gathered, contents)
-        warn_of(contents)
+        _refuse_numbered_parameters(gathered, contents)
+        warn_of_differing(contents)
         return _BeginAnswer(self._begin(self._plan.layout))
 
 
@@ -344,13 +356,13 @@ def differing_parts(
     return saved_rank, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
-def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
+def _plan_name(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
     digests = [description.digest for description in gathered.descriptions]
     inputs = repr((digests, gathered.numbers.tolist(), options)).encode()
     return hashlib.blake2b(inputs + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 
-def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence[int]]) -> None:
+def _refuse_numbered_parameters(gathered: AllDescriptions, differing: Mapping[str, Sequence[int]]) -> None:
     """Raise UnsupportedLayoutError for optimizers that differ between ranks and identify parameters only by number.
 
     If all ranks describe the same state, their optimizer state dicts may be replicas that drifted. These get only a
@@ -373,7 +385,7 @@ def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence
             )
 
 
-def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
+def warn_of_differing(differing: Mapping[str, Sequence[int]]) -> None:
     """Warn if ranks hold different contents under one fqn."""
     if not differing:
         return

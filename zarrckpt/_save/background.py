@@ -39,7 +39,8 @@ class SaveFuture(Future[SaveReport]):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._asked = False
+        self._reported = False
+        """Whether a caller has asked for the outcome, so that an error need not be logged."""
         self._copied = threading.Event()
         self._outcome: SaveReport | BaseException | None = None
         self.set_running_or_notify_cancel()
@@ -63,7 +64,7 @@ class SaveFuture(Future[SaveReport]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self._asked = True
+        self._reported = True
         return error
 
     def run(self, save: Callable[[], SaveReport]) -> None:
@@ -86,7 +87,7 @@ class SaveFuture(Future[SaveReport]):
         """End the future in a forked child, with an error if the parent's save has not ended."""
         super().__init__()
         self._copied = threading.Event()
-        self._asked = True
+        self._reported = True
         outcome = self._outcome
         if outcome is None:
             outcome = CheckpointError(
@@ -95,9 +96,9 @@ class SaveFuture(Future[SaveReport]):
             )
         self._set_outcome(outcome)
 
-    def unasked_failure(self) -> str | None:
-        """Wait for the save, and return its error as text if no caller and no earlier call has asked for it."""
-        if self._asked or (error := self.exception()) is None:
+    def unreported_failure(self) -> str | None:
+        """Wait for the save, and return its error as text if it was not reported. Then it counts as reported."""
+        if self._reported or (error := self.exception()) is None:
             return None
         return f"the background save to {self._url} failed: {type(error).__name__}: {error}"
 
@@ -105,7 +106,7 @@ class SaveFuture(Future[SaveReport]):
 def wait_unreported(future: SaveFuture, timeout: float | None = None) -> BaseException | None:
     """Wait for a save and return its error. Unlike ``exception()``, this does not count as a report to the caller.
 
-    So :meth:`SaveFuture.unasked_failure` still returns the error. Raises TimeoutError after ``timeout`` seconds.
+    So :meth:`SaveFuture.unreported_failure` still returns the error. Raises TimeoutError after ``timeout`` seconds.
     """
     return Future.exception(future, timeout)
 
@@ -121,18 +122,25 @@ def _renew_futures() -> None:
 os.register_at_fork(after_in_child=_renew_futures)
 
 
-class _Saver:
+class _BackgroundSaver:
     """The background saves of a process, one at a time, and the buffers and the thread that they share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stager = Stager()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
         self._last: SaveFuture | None = None
 
     def save(
-        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, keep_buffers: bool, copy_in_background: bool
+        self,
+        state: Mapping[str, Any],
+        request: SaveRequest,
+        ranks: Ranks,
+        *,
+        keep_buffers: bool,
+        copy_in_background: bool,
     ) -> SaveFuture:
+        """Copy the state, or begin to copy it, and begin its save. Waits for the previous save."""
         with self._lock:
             self.finish()
             url = request.spec.url
@@ -141,9 +149,9 @@ class _Saver:
             with contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
                 check = request.refuse_committed if rounds.rank == 0 else lambda: None
-                with in_thread(check) as checked:
-                    copies = [self._copy_of(state, keep_buffers, copy_in_background)]
-                call_on_coordinator(rounds, "their copies of the state", checked)
+                with in_thread(check) as wait_for_check:
+                    copies = [self._copy_of(state, keep=keep_buffers, in_background=copy_in_background)]
+                call_on_coordinator(rounds, "their copies of the state", wait_for_check)
                 # The background save uses the same connections, because the process group may be destroyed meanwhile.
                 connected = stack.pop_all()
 
@@ -163,20 +171,20 @@ class _Saver:
                 future.set_copied()
             self._last = future
             try:
-                self._thread.submit(future.run, save)
+                self._executor.submit(future.run, save)
             except RuntimeError:  # The interpreter is shutting down.
                 with connected:
                     raise
             return future
 
-    def _copy_of(self, state: Mapping[str, Any], keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
+    def _copy_of(self, state: Mapping[str, Any], *, keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
         """Return a callable that returns the copy of a state, or raises the error of the copy.
 
         It is called in the background save, which raises the error on all ranks.
         """
         try:
             # Take state dicts in this thread, because they may need collectives.
-            plain = objects.for_save(state).state
+            plain = objects.convert_for_save(state).state
             if in_background:
                 return partial(self._stager.stage, plain, keep=keep, streams=streams_in_use())
             copied = self._stager.stage(plain, keep=keep)
@@ -196,7 +204,7 @@ class _Saver:
 
     def finish(self, *, at_exit: bool = False) -> None:
         """Wait for the current save, if any. Log its error if no caller has asked for it; at exit, also to stderr."""
-        if self._last is None or (failure := self._last.unasked_failure()) is None:
+        if self._last is None or (failure := self._last.unreported_failure()) is None:
             return
         # Without handlers, logging itself would write a second line to stderr.
         if not at_exit or log.hasHandlers():
@@ -205,10 +213,10 @@ class _Saver:
             print(printable(f"zarrckpt: {failure}"), file=sys.stderr, flush=True)
 
 
-_savers: dict[int, _Saver] = {}
+_savers: dict[int, _BackgroundSaver] = {}
 
 
-def _at_end(method: Callable[[_Saver], None]) -> None:
+def _at_end(method: Callable[[_BackgroundSaver], None]) -> None:
     saver = _savers.get(os.getpid())
     if saver is not None:
         method(saver)
@@ -216,9 +224,9 @@ def _at_end(method: Callable[[_Saver], None]) -> None:
 
 # atexit hooks run after concurrent.futures has stopped accepting jobs, but an unfinished save still submits jobs. This
 # hook runs before the hook of concurrent.futures, because it is registered later.
-threading._register_atexit(partial(_at_end, _Saver.wait))  # type: ignore[attr-defined]
+threading._register_atexit(partial(_at_end, _BackgroundSaver.wait))  # type: ignore[attr-defined]
 # Hooks that are registered later run earlier, so this line is among the last on stderr.
-atexit.register(_at_end, partial(_Saver.finish, at_exit=True))
+atexit.register(_at_end, partial(_BackgroundSaver.finish, at_exit=True))
 
 
 def async_save(
@@ -271,10 +279,10 @@ def async_save(
     the future for its error, the next call logs it (logger ``zarrckpt``). At the end of the process it is logged and
     written to stderr as one line, and the exit status does not change. The save cannot be cancelled.
     """
-    objects.refuse_swapped(state, url, "async_save")
-    ranks = Ranks(process_group, no_dist)
+    objects.refuse_swapped_arguments(state, url, "async_save")
+    ranks = Ranks(process_group, no_dist=no_dist)
     if no_dist:
-        objects.refuse_objects_of_ranks(state)
+        objects.refuse_collective_objects(state)
     request = SaveRequest.from_arguments(
         url,
         options,
@@ -283,17 +291,18 @@ def async_save(
         storage_options=storage_options,
         progress=progress,
     )
-    return save_in_background(state, request, ranks, keep_buffers, copy_in_background)
+    return save_in_background(state, request, ranks, keep_buffers=keep_buffers, copy_in_background=copy_in_background)
 
 
 def save_in_background(
     state: Mapping[str, Any],
     request: SaveRequest,
     ranks: Ranks,
+    *,
     keep_buffers: bool = True,
     copy_in_background: bool = False,
 ) -> SaveFuture:
     """Copy a state, return, and save the copy in the background, as :func:`async_save`, with checked arguments."""
     # One saver per process, because a forked child has neither the thread nor the connections.
-    saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, request, ranks, keep_buffers, copy_in_background)
+    saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _BackgroundSaver())
+    return saver.save(state, request, ranks, keep_buffers=keep_buffers, copy_in_background=copy_in_background)

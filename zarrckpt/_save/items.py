@@ -29,7 +29,7 @@ class Source(Protocol):
 
 
 class Items:
-    """The tensors of one rank's items, by their index in ``RankPlan.items``. Many threads use it."""
+    """The tensors of one rank's items (boxes of arrays), by their index in ``RankPlan.items``. Many threads use it."""
 
     def __init__(self, plan: RankPlan, source: Source) -> None:
         self._items = plan.items

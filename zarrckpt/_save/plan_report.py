@@ -24,7 +24,7 @@ from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.write import blob_node, encode_value
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._state.objects import refuse_objects_of_ranks
+from zarrckpt._state.objects import refuse_collective_objects
 
 _OTHER_DOCUMENTS = 3
 """The documents that belong to no node: marker, root, and the claim (with overwrite: the group of the new tree)."""
@@ -53,12 +53,12 @@ def plan_report(
     else:
         check_limits(ranks_per_host=ranks_per_host)
     options = checked_options(options, SaveOptions)
-    ranks = Ranks(process_group, no_dist)
+    ranks = Ranks(process_group, no_dist=no_dist)
     if no_dist:
-        refuse_objects_of_ranks(state)
+        refuse_collective_objects(state)
     with open_rounds(ranks, "plan_report", options.timeout) as rounds:
         agreed = agree(rounds, partial(LocalState.from_user_state, state), options.plan, lambda layout: None)
-        blobs = rounds.merge("their values", partial(_own_blobs, agreed), list)
+        blobs = rounds.merge("their values", on_each_rank=partial(_own_blobs, agreed), on_coordinator=list)
     return report_of(agreed.plan, rounds.members, ranks_per_host, [*chain(*blobs)])
 
 
@@ -93,7 +93,7 @@ def report_of(
         documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + other,
         rank_bytes=tuple(chunk_owners.rank_bytes()),
         moved_bytes=chunk_owners.moved_bytes(),
-        merged=chunk_owners.merged(),
+        merged=chunk_owners.count_merged(),
         bundles=len(np.unique(chunk_owners.bundle[chunk_owners.bundle >= 0])),
         control_rounds=_ROUNDS if plan.layout.world_size > 1 else 0,
         rank_connections=tuple(connections(plan).tolist()),

@@ -19,10 +19,13 @@ class Run(Protocol):
     """The run that a save belongs to. Only the coordinator calls it. Each method raises if the run may not save."""
 
     def wait_for_deletions(self) -> None:
-        """Wait until the run may store one more checkpoint. Called before the :meth:`begin` of the attempt."""
+        """Wait until the run may store one more checkpoint. Called before the attempt begins."""
 
     def begin(self) -> str:
-        """Return the run's id. Called before the first put, and possibly more than once per save."""
+        """Take over the run if this job has not, and return its id. Called before the first put of the attempt.
+
+        It may be called more than once per save.
+        """
 
     def metadata(self) -> Mapping[str, Any]:
         """Return the entries that the run adds to the checkpoint's metadata."""
@@ -59,7 +62,10 @@ class SaveRequest:
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> SaveRequest:
-        """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name."""
+        """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name.
+
+        ``url`` is None for a writer of DCP that gets the url with each save.
+        """
         options = checked_options(options, SaveOptions)
         spec = StoreSpec(url, storage_options, options.durable, options.concurrency)
         return cls(spec, overwrite, checked_metadata(metadata), options, progress)
@@ -67,7 +73,8 @@ class SaveRequest:
     def refuse_committed(self) -> None:
         """Raise CheckpointExistsError if the save would fail because a checkpoint is committed. One request.
 
-        Also raises if the run may not save. Ignores StorageError: the store may answer again when the save begins.
+        With a run, begins the save there first, which raises if the run may not save. Ignores StorageError: the store
+        may answer again when the save begins.
         """
         with suppress(StorageError):
             if self.run is not None:

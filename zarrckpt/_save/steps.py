@@ -45,12 +45,12 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
     plan, attempt = agreed.plan, agreed.attempt
     try:
-        channel = rounds.channel() if plan.moves else None
+        channel = rounds.channel() if plan.moves_pieces else None
         report = rounds.merge(
             "what they have written",
-            lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
-            partial(save.finish, plan.layout),
-            save.stop,
+            on_each_rank=lambda: save.write(attempt, agreed.rank_plan, agreed.state, channel, rounds.report_alive),
+            on_coordinator=partial(save.finish, plan.layout),
+            stop=save.stop,
         )
         return _commit_together(rounds, save, attempt, report)
     except BaseException:
@@ -61,28 +61,29 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
 def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, report: SaveReport) -> SaveReport:
     """Make the last round, in which the coordinator commits.
 
-    A rank that lost its connections in this round reads the root document, and returns the report if it was committed.
+    A rank that lost its connections in this round reads the root document, and returns the report if that was put.
     """
     try:
         return call_on_coordinator(rounds, "the commit", partial(save.commit, report))
     except CheckpointError:
-        if rounds.rank and not rounds.error_is_shared and save.is_committed(attempt.save_id):
+        if rounds.rank != 0 and not rounds.error_is_shared and save.is_committed(attempt.save_id):
             return report
         raise
 
 
 class RankSave:
-    """The steps of one save on one rank. The methods from :meth:`begin` to :meth:`abandon` act on rank 0 only."""
+    """The steps of one save on one rank. The coordinator begins, finishes and commits the attempt."""
 
     def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
         self.request = request
         self._store = request.spec.open()
-        # A concurrency that the caller chose is not reduced.
+        # Leaves processors to training, unless the caller chose a concurrency.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
         self._writer: RankWriter | None = None
         self._stopped = False
         self._attempt: attempts.Attempt | None = None
+        """On the coordinator, from :meth:`begin` until the commit or the failure."""
         self._root: Root | None = None
 
     # -- all ranks
@@ -105,7 +106,8 @@ class RankSave:
             self._writer.stop()
         with attempts.report_lost_commit(self._store, attempt):
             results = self._writer.write(channel)
-        if self._attempt is None:
+        is_coordinator = self._attempt is not None
+        if not is_coordinator:
             try:
                 refuse_separate_storage(self._store, attempt.save_id, attempt.host, report_alive, lambda: self._stopped)
             except StorageError:
@@ -136,7 +138,7 @@ class RankSave:
         return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
-        """Compare the written chunks with the plan, and write the tables.
+        """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
 
         Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.
         """
@@ -144,8 +146,8 @@ class RankSave:
         store, attempt = self._store, self._attempt
         try:
             with attempts.report_lost_commit(store, attempt):
-                run = {} if self.request.run is None else self.request.run.metadata()
-                metadata = {**self.request.metadata, **run}
+                of_run = {} if self.request.run is None else self.request.run.metadata()
+                metadata = {**self.request.metadata, **of_run}
                 self._root, report = finish_save(store, attempt, layout, results, metadata)
                 return report
         except CheckpointExistsError:
@@ -175,7 +177,7 @@ class RankSave:
         """
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and would delay the error of the save.
-        if attempt is not None and (self._writer is None or self._writer.could_remove):
+        if attempt is not None and not (self._writer is not None and self._writer.removal_failed):
             attempts.abandon(self._store, attempt)
 
     # -- the other ranks

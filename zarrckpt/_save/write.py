@@ -176,8 +176,8 @@ class RankWriter:
         self._done = self._total = 0
         self._exchange: Exchange | None = None
         self._stopped = False
-        self.could_remove = True
-        """False if the objects could not be deleted after a failure."""
+        self.removal_failed = False
+        """Whether the objects could not be deleted after a failure."""
 
     def write(self, channel: Channel | None) -> Results:
         """Write all objects of this rank, sync them, and return the result of each entry.
@@ -202,7 +202,7 @@ class RankWriter:
         try:
             self._store.delete(self._keys)
         except CheckpointError:  # The caller raises the error that ended the save.
-            self.could_remove = False
+            self.removal_failed = True
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
         self._budget = transfer_memory(self._limit, self._items.prepare())
@@ -212,16 +212,16 @@ class RankWriter:
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Write values first, so that a value that cannot be saved raises before tensors are written.
         paths = self._plan.object_paths
-        written = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
+        objects = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         if channel is None:
             small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._plan.documents) <= 2
             run_jobs(self._jobs(), 1 if small and self._store.is_local else self._store.useful_concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run_jobs(self._jobs(), self._store.useful_concurrency, drawn_here=True, stopping=self._exchange.stop)
+            run_jobs(self._jobs(), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)
         self._store.sync(self._keys)
         return {
-            **dict(zip(paths, written, strict=True)),
+            **dict(zip(paths, objects, strict=True)),
             **{fqn: array.result() for fqn, array in self._written.items()},
         }
 

@@ -30,12 +30,9 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
 
-    rank_at: int | None = None
-
-    def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
-        nonlocal rank_at
+    def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...], rank_at: int | None) -> None:
         if isinstance(value, torch.Tensor):  # first, because most are tensors and the check for Mapping is slower
-            leaf(value, keys, containers)
+            add_leaf(value, keys, containers, rank_at)
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(with_shared_nans, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once: rename one")
@@ -46,22 +43,22 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
                 )
             # A load fills the user's own state, so the type of the outermost dict does not matter.
             inner = (*containers, ORDERED_DICT if type(value) is OrderedDict and keys else DICT)
-            outermost = rank_at is None and isinstance(value, OwnRank)
-            rank_at = len(keys) if outermost else rank_at
+            # A PerRank inside another one belongs to the same rank, so the outermost one counts.
+            if rank_at is None and isinstance(value, OwnRank):
+                rank_at = len(keys)
             for key, item in value.items():
                 _check_key(key, keys)
-                walk(item, (*keys, key), inner)
-            rank_at = None if outermost else rank_at
+                walk(item, (*keys, key), inner, rank_at)
         elif isinstance(value, list) and is_flattened(value):
             inner = (*containers, LIST)
             for position, item in enumerate(value):
-                walk(item, (*keys, position), inner)
+                walk(item, (*keys, position), inner, rank_at)
         elif isinstance(value, Mapping) and type(value) is not OrderedDict:
-            leaf({}, keys, containers)  # an empty dict of any type, as one with entries becomes a dict too
+            add_leaf({}, keys, containers, rank_at)  # an empty dict of any type, as one with entries becomes a dict too
         else:
-            leaf(value, keys, containers)
+            add_leaf(value, keys, containers, rank_at)
 
-    def leaf(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
+    def add_leaf(value: Any, keys: tuple[object, ...], containers: tuple[str, ...], rank_at: int | None) -> None:
         path = StatePath(keys, containers, (), rank_at)
         fqn = path.fqn
         if fqn in leaves:
@@ -70,7 +67,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
             )
         leaves[fqn], paths[fqn] = value, path
 
-    walk(state, (), ())
+    walk(state, (), (), None)
     return leaves, paths
 
 

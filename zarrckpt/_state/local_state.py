@@ -15,20 +15,20 @@ from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind, ParameterGroup
+from zarrckpt._plan.global_state import ReplicaPart, dtype_of
 from zarrckpt._plan.group_numbers import GroupNumbers, renumber_path
-from zarrckpt._plan.holders import ReplicaPart, dtype_of
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._reports import count_text
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.group_options import ParameterNames
 from zarrckpt._state.local_boxes import LocalBoxes, local_tensors, to_local_boxes
-from zarrckpt._state.objects import for_save
+from zarrckpt._state.objects import convert_for_save
 from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor
 
-PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load accept, but DCP's own calls do not"
+PER_RANK_FAULT = "is a PerRank, which zarrckpt.save, async_save and load accept, but DCP's own calls do not"
 
 
 class LocalState:
@@ -52,11 +52,12 @@ class LocalState:
         self._renumbered: dict[str, str] = {}
         """The local names of entries that are renamed in the checkpoint, by the names in the checkpoint."""
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
+        """The local names of this rank's tensors in stacks, by the names of the stacks."""
 
     @classmethod
     def from_user_state(cls, state: Mapping[Any, Any]) -> LocalState:
         """Return the local state of a state with modules and other objects. Raises UnsupportedValueError."""
-        return cls.from_plain_state(for_save(state).state)
+        return cls.from_plain_state(convert_for_save(state).state)
 
     @classmethod
     def from_plain_state(cls, plain: Mapping[Any, Any]) -> LocalState:
@@ -100,7 +101,7 @@ class LocalState:
             digest.update(self.digest(part))
         return digest.digest()
 
-    def refuse_parts(self) -> None:
+    def refuse_partial_tensors(self) -> None:
         """Raise UnsupportedLayoutError if this rank does not hold all elements of some tensor."""
         parts = []
         for fqn, leaf in self._leaves.items():
@@ -162,7 +163,7 @@ def refuse_unsaveable(leaves: Mapping[str, Any]) -> None:
 
 def _fault_of(leaf: Any) -> str | None:
     if isinstance(leaf, PerRank):
-        return PER_RANK
+        return PER_RANK_FAULT
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         return f"is a DTensor of partial sums, with placements {leaf.placements}: redistribute() it first"
     if not isinstance(leaf, torch.Tensor):
@@ -182,6 +183,7 @@ def _parameter_group(path: StatePath, members: list[Any]) -> ParameterGroup:
 
 
 def _kind_of(fqn: str, value: Any) -> EntryKind:
-    if value.is_empty if isinstance(value, EncodedValue) else isinstance(value, Mapping) and not value:
+    is_empty = value.is_empty if isinstance(value, EncodedValue) else isinstance(value, Mapping) and not value
+    if is_empty:
         return "empty"
     return "value" if is_compared(fqn, value) else "opaque"

@@ -24,7 +24,7 @@ from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
 from zarrckpt._state.random_state import kept_random_state
-from zarrckpt._state.saved_entries import KeyPath, RequestedEntries
+from zarrckpt._state.saved_entries import KeyPattern, RequestedEntries
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_zero_optimizer
 
 
@@ -43,71 +43,73 @@ Keys = tuple[Any, ...]
 """The position of an object in the state: a key or a list index for each level."""
 
 
+RankOf = Callable[[str, PerRank], int | None]
+"""Returns the rank whose number is in the names of a PerRank's entries, or None if the PerRank is left out.
+
+It is called with the prefix of the PerRank's names, and the PerRank.
+"""
+
+
 @dataclass
 class PlainState:
     """A user's state with every Module, Optimizer and Stateful object replaced by its state dict."""
 
     state: dict[Any, Any]
-    restore: list[tuple[Keys, Callable[[Any], None]]] = field(default_factory=list)
+    restore_calls: list[tuple[Keys, Callable[[Any], None]]] = field(default_factory=list)
     """The position of each object's state dict, and the call that loads it into the object, in order."""
-    exact: list[str] = field(default_factory=list)
+    exact_prefixes: list[str] = field(default_factory=list)
     """Name prefixes of modules and optimizers. Every entry of the checkpoint below them needs a target."""
-    closed: set[str] = field(default_factory=set)
+    closed_dicts: set[str] = field(default_factory=set)
     """fqns of dicts that accept no new entries if they are empty: of modules, and of the state of optimizers."""
     optimizers: list[OptimizerTarget] = field(default_factory=list)
-    statefuls: list[str] = field(default_factory=list)
+    stateful_prefixes: list[str] = field(default_factory=list)
     """Name prefixes of other Stateful objects. They can change the values that they load."""
+    per_rank: set[str] = field(default_factory=set)
+    """fqns of the values of PerRanks."""
     unreadable: dict[str, Exception] = field(default_factory=dict)
     """The errors of ``state_dict`` calls after a load, by the name prefix of the object."""
-
-    unasked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     """Name prefixes of objects whose ``state_dict`` is not called after a load."""
 
     def is_of_stateful(self, fqn: str) -> bool:
         """Whether an entry belongs to a Stateful object that is neither a module nor an optimizer."""
-        return any(f"{fqn}.".startswith(prefix) for prefix in self.statefuls)
-
-    per_rank: set[str] = field(default_factory=set)
-    """fqns of the values of PerRanks."""
+        return any(f"{fqn}.".startswith(prefix) for prefix in self.stateful_prefixes)
 
     def restore_objects(self) -> None:
         """Load the state dicts into their objects, in the same order on all ranks."""
-        for keys, restore in self.restore:
+        for keys, restore in self.restore_calls:
             loaded: Any = self.state
             for key in keys:
                 loaded = loaded[key]
             restore(loaded)
 
 
-def for_save(state: Mapping[Any, Any]) -> PlainState:
+def convert_for_save(state: Mapping[Any, Any]) -> PlainState:
     """Return the state to save. An optimizer without a step is saved without state, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
         return PlainState(dict(state))
-    return _Converter(state, None, lambda prefix, entry: global_rank()).result
+    return _Converter(state, None, lambda prefix, entry: global_rank()).convert()
 
 
-def for_load(state: Mapping[Any, Any], saved: RequestedEntries, source: RankOf) -> PlainState:
+def convert_for_load(state: Mapping[Any, Any], saved: RequestedEntries, rank_of: RankOf) -> PlainState:
     """Return the targets of a load, with memory for state that optimizers lack.
 
-    Objects without requested entries stay objects in the plain state, and are not loaded. ``source`` returns the rank
+    Objects without requested entries stay objects in the plain state, and are not loaded. ``rank_of`` returns the rank
     whose state a PerRank loads, or None.
     """
-    return _Converter(state, saved, source).result
+    return _Converter(state, saved, rank_of).convert()
 
 
-def for_check(state: Mapping[Any, Any], loaded: PlainState, source: RankOf) -> PlainState:
+def convert_for_check(state: Mapping[Any, Any], loaded: PlainState, rank_of: RankOf) -> PlainState:
     """Return the state after a load, under the names of its targets. Converts only the loaded objects.
 
     Optimizers name their parameters as in the load. Collective if the state dicts of the objects are.
     """
-    return _Converter(state, None, source, loaded).result
+    return _Converter(state, None, rank_of, loaded).convert()
 
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 _NO_OBJECTS = _LEAVES | {list, dict, tuple}
-
-RankOf = Callable[[str, PerRank], int | None]
-"""Returns the rank whose number is in the names of a PerRank's entries, or None if the PerRank is left out."""
 
 
 class _Converter:
@@ -124,26 +126,26 @@ class _Converter:
             raise UnsupportedValueError(
                 f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
             )
-        self._saved, self._rank_of, self._loaded = saved, rank_of, loaded
+        self._state, self._saved, self._rank_of, self._loaded = state, saved, rank_of, loaded
         self._modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
-        self._positions = None if loaded is None else {keys for keys, _ in loaded.restore}
+        self._positions = None if loaded is None else {keys for keys, _ in loaded.restore_calls}
         """The positions of the loaded objects."""
         self._rank: int | None = None
         """The rank of the PerRank that is converted."""
         self._plain = PlainState({})
-        self._plain.state = in_order(state, lambda key: self._convert(state[key], (key,)))
 
-    @property
-    def result(self) -> PlainState:
+    def convert(self) -> PlainState:
+        state = self._state
+        self._plain.state = in_order(state, lambda key: self._convert(state[key], (key,)))
         return self._plain
 
     def _convert(self, value: Any, keys: Keys) -> Any:
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
-            return self._per_rank(value, keys)
+            return self._convert_per_rank(value, keys)
         if is_object(value):
-            return self._object(value, keys) if self._takes_part(keys) else value
+            return self._convert_object(value, keys) if self._takes_part(keys) else value
         if not holds_objects(value):
             return value
         if isinstance(value, Mapping):
@@ -160,7 +162,7 @@ class _Converter:
             return False
         return self._positions is None or keys in self._positions
 
-    def _per_rank(self, entry: PerRank, keys: Keys) -> dict[str, Any]:
+    def _convert_per_rank(self, entry: PerRank, keys: Keys) -> dict[str, Any]:
         outer, prefix = self._rank, prefix_of(keys)
         # A PerRank inside another one belongs to the same rank.
         rank = self._rank_of(prefix, entry) if outer is None else outer
@@ -168,58 +170,58 @@ class _Converter:
             return {}
         self._rank = rank
         self._plain.per_rank.add(f"{prefix}{rank}")
-        own = self._convert(entry.value, (*keys, str(rank)))
+        value = self._convert(entry.value, (*keys, str(rank)))
         self._rank = outer
-        refuse_sharded(f"{prefix}{rank}", own)
-        return OwnRank({str(rank): own})
+        refuse_sharded(f"{prefix}{rank}", value)
+        return OwnRank({str(rank): value})
 
-    def _object(self, value: Any, keys: Keys) -> Any:
+    def _convert_object(self, value: Any, keys: Keys) -> Any:
         if isinstance(value, nn.Module):
-            return self._module(value, keys)
+            return self._convert_module(value, keys)
         if isinstance(value, Optimizer) and has_torch_form(value):
-            return self._optimizer(value, keys)
+            return self._convert_optimizer(value, keys)
         if self._loaded is None:
-            return self._stateful(value, keys)
+            return self._convert_stateful(value, keys)
         if holds_loader(value):
-            self._plain.unasked.append(prefix_of(keys))
+            self._plain.unchecked.append(prefix_of(keys))
             return value
         try:
             with kept_random_state():
-                return self._stateful(value, keys)
+                return self._convert_stateful(value, keys)
         except Exception as err:
             self._plain.unreadable[prefix_of(keys)] = err
             return value
 
-    def _module(self, module: nn.Module, keys: Keys) -> dict[str, Any]:
+    def _convert_module(self, module: nn.Module, keys: Keys) -> dict[str, Any]:
         state, prefix = ModuleState(module), prefix_of(keys)
         if self._saved is not None:
             state.resize(prefix, self._saved)
-        self._plain.exact.append(prefix)
-        self._plain.closed.add(prefix[:-1])
-        self._plain.restore.append((keys, state.restore))
+        self._plain.exact_prefixes.append(prefix)
+        self._plain.closed_dicts.add(prefix[:-1])
+        self._plain.restore_calls.append((keys, state.restore))
         return state.entries
 
-    def _optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
+    def _convert_optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
         if self._loaded is not None:
             return next(target for target in self._loaded.optimizers if target.keys == keys).current_state()
         module = _module_of(optimizer, self._modules)
         if self._saved is None:
             return saved_state(optimizer, module)
         target = OptimizerTarget(keys, optimizer, module, self._saved)
-        self._plain.exact.append(target.prefix)
-        self._plain.closed.add(f"{target.prefix}state")
+        self._plain.exact_prefixes.append(target.prefix)
+        self._plain.closed_dicts.add(f"{target.prefix}state")
         self._plain.optimizers.append(target)
-        self._plain.restore.append((keys, target.restore))
+        self._plain.restore_calls.append((keys, target.restore))
         return target.state_dict
 
-    def _stateful(self, value: Stateful, keys: Keys) -> Any:
-        self._plain.statefuls.append(prefix_of(keys))
+    def _convert_stateful(self, value: Stateful, keys: Keys) -> Any:
+        self._plain.stateful_prefixes.append(prefix_of(keys))
         state_dict = value.state_dict()
         if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
-            self._plain.restore.append((keys, value.load_state_dict))
+            self._plain.restore_calls.append((keys, value.load_state_dict))
             return state_dict
         converted = self._convert(state_dict, keys)
-        self._plain.restore.append((keys, lambda loaded: value.load_state_dict(put_loaded(state_dict, loaded))))
+        self._plain.restore_calls.append((keys, lambda loaded: value.load_state_dict(put_loaded(state_dict, loaded))))
         return converted
 
 
@@ -259,7 +261,7 @@ def is_object(value: Any) -> bool:
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a container has such an object at any depth."""
+    """Whether a value is such an object, or a container that has one at any depth."""
     if type(value) in _LEAVES:
         return False
     if isinstance(value, Mapping):
@@ -274,11 +276,13 @@ def holds_loader(value: Any, depth: int = 2) -> bool:
 
     ``state_dict`` of a loader begins its epoch, if it has not begun: samplers draw numbers, and workers start.
     """
-    loader: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
-    if loader is None or isinstance(value, loader):
-        return loader is not None
-    own = getattr(value, "__dict__", None)
-    return depth > 0 and isinstance(own, dict) and any(holds_loader(item, depth - 1) for item in own.values())
+    loader_class: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    if loader_class is None:
+        return False
+    if isinstance(value, loader_class):
+        return True
+    attributes = getattr(value, "__dict__", None) if depth > 0 else None
+    return isinstance(attributes, dict) and any(holds_loader(item, depth - 1) for item in attributes.values())
 
 
 def put_loaded(target: Any, loaded: Any) -> Any:
@@ -295,8 +299,8 @@ def put_loaded(target: Any, loaded: Any) -> Any:
     if not holds_objects(target):
         return loaded
     if isinstance(target, list) and isinstance(loaded, list):
-        own = [*target, *[None] * len(loaded)]
-        target[:] = [put_loaded(item, value) for item, value in zip(own, loaded, strict=False)]
+        padded = [*target, *[None] * len(loaded)]
+        target[:] = [put_loaded(item, value) for item, value in zip(padded, loaded, strict=False)]
         return target
     if not (isinstance(target, MutableMapping) and isinstance(loaded, Mapping)):
         return loaded
@@ -323,30 +327,35 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
     )
 
 
-def _references(value: object) -> int:
-    return sys.getrefcount(value)
+def _count_references(argument: object) -> int:
+    return sys.getrefcount(argument)
 
 
-_UNHELD = _references({})
+_UNREFERENCED = _count_references({})
 """The reference count of an argument that the caller holds no reference to."""
 
 
-def droppable_keys(state: Any, references: int) -> frozenset[str]:
+def find_unreferenced_dicts(state: Any, references: int) -> frozenset[str]:
     """Return the keys of plain dicts that only the state references, if only the call's argument references the state.
 
-    ``references`` is ``sys.getrefcount(state)`` in the function that the user called.
+    What a load stores in them is lost when the call returns. ``references`` is ``sys.getrefcount(state)`` in the
+    function that the user called, because the count depends on the depth of the call.
     """
-    held: dict[str, Any] = {}
-    if not isinstance(state, dict) or references > _UNHELD or _references(held) <= _UNHELD:
+    referenced: dict[str, Any] = {}
+    counts_differ = _count_references(referenced) > _UNREFERENCED  # not in every version of Python
+    if not isinstance(state, dict) or references > _UNREFERENCED or not counts_differ:
         return frozenset()
     return frozenset(key for key in state if isinstance(state[key], dict) and sys.getrefcount(state[key]) <= 2)
 
 
-def optimizers_and_modules(state: Any) -> list[tuple[KeyPath, KeyPath]]:
-    """Return the position of each optimizer of a state, and that of the module that it trains."""
-    found: list[tuple[KeyPath, Any]] = []
+def optimizers_and_modules(state: Any) -> list[tuple[KeyPattern, KeyPattern]]:
+    """Return the position of each optimizer of a state, and that of the module that it trains.
 
-    def walk(value: Any, keys: KeyPath) -> None:
+    Optimizers are left out if the state has no module.
+    """
+    found: list[tuple[KeyPattern, Any]] = []
+
+    def walk(value: Any, keys: KeyPattern) -> None:
         if isinstance(value, nn.Module | Optimizer):
             found.append((keys, value))
         elif isinstance(value, PerRank):
@@ -356,20 +365,20 @@ def optimizers_and_modules(state: Any) -> list[tuple[KeyPath, KeyPath]]:
                 walk(item, (*keys, str(key)))
 
     walk(state, ())
-    modules = {id(value): keys for keys, value in found if isinstance(value, nn.Module)}
-    own = [value for _, value in found if isinstance(value, nn.Module)]
-    pairs = [(keys, _module_of(value, own)) for keys, value in found if isinstance(value, Optimizer)]
-    return [(keys, modules[id(module)]) for keys, module in pairs if module is not None]
+    modules = [value for _, value in found if isinstance(value, nn.Module)]
+    keys_of = {id(value): keys for keys, value in found}
+    pairs = [(keys, _module_of(value, modules)) for keys, value in found if isinstance(value, Optimizer)]
+    return [(keys, keys_of[id(module)]) for keys, module in pairs if module is not None]
 
 
-def refuse_swapped(state: Any, url: Any, call: str) -> None:
+def refuse_swapped_arguments(state: Any, url: Any, call: str) -> None:
     """Raise UnsupportedValueError if the state and the url are swapped."""
     if isinstance(state, str | os.PathLike) and isinstance(url, Mapping):
         raise UnsupportedValueError(f"the arguments are in the wrong order: {call}(state, url)")
 
 
-def refuse_objects_of_ranks(state: Any) -> None:
-    """Raise UnsupportedValueError for a module of FSDP1 or a ZeroRedundancyOptimizer if one rank saves or loads alone.
+def refuse_collective_objects(state: Any) -> None:
+    """Raise UnsupportedValueError for a module of FSDP1 or a ZeroRedundancyOptimizer, which one rank cannot save alone.
 
     The state dict of such a module is collective, so this rank would wait for the others. The optimizer's state is
     partitioned over the ranks.

@@ -93,9 +93,12 @@ class PerRankSources:
         self._rank = global_rank()
         self._saved: dict[str, list[int]] = {}
         """The ranks with saved state, by the prefix of the names."""
-        self._advice: dict[str, str] = {}
-        self._others: set[str] = set()
-        self._own: set[str] = set()
+        self._next_steps: dict[str, str] = {}
+        """The next step for each PerRank without saved state, by the name of its missing state."""
+        self._chosen: set[str] = set()
+        """The names of the states that PerRanks of this rank load."""
+        self._not_chosen: set[str] = set()
+        """The names of other ranks' states of the same PerRanks."""
         self._names = paths.keys()
         self.kept: set[str] = set()
         """fqns of the PerRanks that stay unchanged."""
@@ -108,10 +111,10 @@ class PerRankSources:
             prefix = _prefix(path)
             self._saved[prefix] = sorted({*self._saved.get(prefix, ()), *path.ranks})
         for prefix, ranks in self._saved.items():
-            self._saved[prefix] = sorted({*ranks, *_separate(self._names, prefix)})
+            self._saved[prefix] = sorted({*ranks, *_ranks_with_entries(self._names, prefix)})
         elements = {}
         for fqn, path in stacks.items():
-            source = self._source(_prefix(path))
+            source = self._wrapped_rank(_prefix(path))
             if source in path.ranks:
                 own = path.with_rank(str(source))
                 elements[own.fqn] = StackElement(fqn, path.ranks.index(source), own)
@@ -120,23 +123,23 @@ class PerRankSources:
     def _ranks_below(self, prefix: str) -> list[int]:
         """Return the ranks with entries below a prefix, or with an element of a stack there, in ascending order."""
         if prefix not in self._saved:
-            self._saved[prefix] = _separate(self._names, prefix)
+            self._saved[prefix] = _ranks_with_entries(self._names, prefix)
         return self._saved[prefix]
 
-    def _source(self, prefix: str) -> int | None:
+    def _wrapped_rank(self, prefix: str) -> int | None:
         """Return the rank whose state this rank would load with ``"wrap"``, or None if no rank was saved."""
         saved = self._ranks_below(prefix)
         if self._rank in saved:
             return self._rank
         return saved[self._rank % len(saved)] if saved else None
 
-    def source(self, prefix: str, entry: PerRank) -> int | None:
-        """Return the rank whose state is loaded into an entry, or None if the entry is kept.
+    def choose_rank(self, prefix: str, entry: PerRank) -> int | None:
+        """Choose and record the rank whose state is loaded into a PerRank. Return None if the PerRank is kept.
 
-        For an entry that is an error, this is the rank itself, whose state is missing.
+        For a PerRank that is an error, this is the rank itself, whose state is missing.
         """
         name, rank = prefix[:-1], self._rank
-        saved, wrapped = self._ranks_below(prefix), self._source(prefix)
+        saved, wrapped = self._ranks_below(prefix), self._wrapped_rank(prefix)
         source: int | None = rank
         if rank not in saved:
             if entry.new_ranks == "keep":
@@ -145,33 +148,33 @@ class PerRankSources:
             elif entry.new_ranks == "wrap" and wrapped is not None:
                 source = wrapped
             else:
-                self._advice[f"{name}.{rank}"] = _advice(name, rank, saved, wrapped)
+                self._next_steps[f"{name}.{rank}"] = _next_step(name, rank, saved, wrapped)
         if source is not None:
-            self._own.add(f"{prefix}{source}")
-        self._others |= {f"{prefix}{other}" for other in (*saved, RANKS) if other != source}
+            self._chosen.add(f"{prefix}{source}")
+        self._not_chosen |= {f"{prefix}{other}" for other in (*saved, RANKS) if other != source}
         return source
 
     def drop_other_elements(self) -> None:
-        """Drop the elements of stacks that no PerRank of the state loads. Call it after :meth:`source`."""
-        self.elements = {name: element for name, element in self.elements.items() if self.is_own(name)}
+        """Drop the elements of stacks that no PerRank of the state loads. Call it after :meth:`choose_rank`."""
+        self.elements = {name: element for name, element in self.elements.items() if self.is_chosen(name)}
 
-    def is_own(self, name: str) -> bool:
+    def is_chosen(self, name: str) -> bool:
         """Whether a name belongs to the state that a PerRank of this rank loads."""
-        return any(stem in self._own for stem in stems(name))
+        return any(stem in self._chosen for stem in stems(name))
 
     def explain_missing(self, error: KeyMismatchError, missing: Iterable[str]) -> KeyMismatchError:
         """Return an error about missing names, with the next step if a rank has no saved state."""
-        lines = {self._advice[stem] for name in missing for stem in stems(name) if stem in self._advice}
+        lines = {self._next_steps[stem] for name in missing for stem in stems(name) if stem in self._next_steps}
         return KeyMismatchError("\n".join([str(error), *sorted(lines)])) if lines else error
 
-    def without_others(self, names: Iterable[str]) -> list[str]:
+    def drop_other_names(self, names: Iterable[str]) -> list[str]:
         """Return names without those of other ranks' state, which need no target on this rank."""
-        if not self._others:
+        if not self._not_chosen:
             return list(names)
-        return [name for name in names if not any(stem in self._others for stem in stems(name))]
+        return [name for name in names if not any(stem in self._not_chosen for stem in stems(name))]
 
 
-def _advice(name: str, rank: int, saved: list[int], wrapped: int | None) -> str:
+def _next_step(name: str, rank: int, saved: list[int], wrapped: int | None) -> str:
     keep = "new_ranks='keep' leaves the target as it is"
     if wrapped is None:
         return (
@@ -188,7 +191,7 @@ def _prefix(path: StatePath) -> str:
     return "".join(f"{key}." for key in path[: path.rank_at])
 
 
-def _separate(names: Iterable[str], prefix: str) -> list[int]:
+def _ranks_with_entries(names: Iterable[str], prefix: str) -> list[int]:
     """Return the ranks with separate entries below a prefix, in ascending order."""
     parts = {name[len(prefix) :].partition(".")[0] for name in names if name.startswith(prefix)}
     return sorted(int(part) for part in parts if _RANK.fullmatch(part))

@@ -11,8 +11,8 @@ import torch
 
 from zarrckpt._format.state_path import StatePath
 
-KeyPath = tuple[str | None, ...]
-"""The keys that lead to an object in a state, with None for the number of a rank."""
+KeyPattern = tuple[str | None, ...]
+"""The keys that lead to an object in a state. None matches the number of any rank."""
 
 
 class SavedTensor(NamedTuple):
@@ -32,7 +32,7 @@ class SavedEntries:
     """Reads an entry that is not a tensor."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """The names of renamed entries in the checkpoint, by new name."""
-    parameters: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
+    parameters: Mapping[KeyPattern, Mapping[str, str]] = field(default_factory=dict)
     """The new names of each optimizer's renamed parameters by old name, by the keys of the optimizer in the state."""
 
     def stored_name(self, name: str) -> str:
@@ -108,7 +108,7 @@ def _beginning_with(prefix: str, names: list[str]) -> list[str]:
     return names[first:last]
 
 
-def rest_below(name: str, levels: KeyPath) -> str | None:
+def rest_below(name: str, levels: KeyPattern) -> str | None:
     """Return the rest of a name below a position in the state, or None if the name is not below it."""
     keys = name.split(".", len(levels))
     is_below = len(keys) > len(levels) and all(own in (None, key) for own, key in zip(levels, keys, strict=False))

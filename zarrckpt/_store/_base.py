@@ -51,8 +51,8 @@ More threads would slow training down. Each takes the interpreter's lock thousan
 thread releases it at every operation of torch.
 """
 
-_MAKERS = ForkSafeLock(partial(threading.Semaphore, min(4, os.cpu_count() or 1)))
-_FEW_MAKERS = ForkSafeLock(partial(threading.Semaphore, BESIDE_TRAINING))
+_ENCODERS = ForkSafeLock(partial(threading.Semaphore, min(4, os.cpu_count() or 1)))
+_FEW_ENCODERS = ForkSafeLock(partial(threading.Semaphore, BESIDE_TRAINING))
 
 
 def check_key(key: str) -> str:
@@ -103,8 +103,8 @@ class Store(abc.ABC):
     the condition of a put does not hold. All other failures are a :class:`~zarrckpt.StorageError` that names the
     operation, the key and the url. Its cause is the client's error. Errors never contain a credential.
 
-    It has 28 methods because each is an operation that some kind of store implements in another way. Only eight of them
-    are abstract.
+    It has many methods because each is an operation that some kind of store implements in another way. Most of them
+    have an implementation here.
     """
 
     url: str
@@ -133,9 +133,9 @@ class Store(abc.ABC):
         return self.max_concurrency
 
     @property
-    def makers(self) -> ForkSafeLock:
+    def encoders(self) -> ForkSafeLock:
         """A semaphore that bounds how many whole objects are encoded at once, so that the first uploads start early."""
-        return _FEW_MAKERS if self.beside_training else _MAKERS
+        return _FEW_ENCODERS if self.beside_training else _ENCODERS
 
     client_errors: type[Exception] = Exception
     """The client's exceptions, which :meth:`call` translates to this package's errors."""
@@ -253,11 +253,11 @@ class Store(abc.ABC):
 
         A local file is written group by group, so the memory of a group may be reused when the next one is requested.
         Readers may see a part of the file, but no reader opens an attempt before it is committed. Other stores collect
-        all groups of an object before they put it, for a few objects at once (:attr:`makers`).
+        all groups of an object before they put it, for a few objects at once (:attr:`encoders`).
 
         ``groups`` returns the groups of buffers. It is called once per try.
         """
-        with self.makers:
+        with self.encoders:
             buffers = [buffer for group in groups() for buffer in group]
         self.put(key, buffers)
 

@@ -70,8 +70,8 @@ def _disk_threads() -> ThreadPoolExecutor:
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (an absolute path, made by the first write).
 
-    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. 20 of the 32
-    methods are those of :class:`Store`.
+    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable. Most methods are
+    those of :class:`Store`.
     """
 
     is_local = True
@@ -141,7 +141,7 @@ class LocalStore(Store):
         if self._durable:
             # Begin to sync the file while others are still being written, so that the disk works in the meantime.
             with self._lock:
-                self._syncs[key] = _disk_threads().submit(self._on, "syncing", self._path(key), files.sync_path)
+                self._syncs[key] = _disk_threads().submit(self._call_on, "syncing", self._path(key), files.sync_path)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
@@ -172,7 +172,7 @@ class LocalStore(Store):
         paths = [self._path(key) for key in keys]
         folders = {folder for path in paths for folder in self._folders.above(path)} - {self._root}
         refuse_links("deleting", folders)
-        self._each("deleting", paths, _remove)
+        self._call_on_each("deleting", paths, _remove)
         self._remove_folders(folders)
 
     def sweep(self, folders: Iterable[str]) -> None:
@@ -181,7 +181,7 @@ class LocalStore(Store):
         paths = {
             path for path in paths if not any(map(os.path.islink, {path, *self._folders.above(path)} - {self._root}))
         }
-        self._each("deleting", sorted(paths), _remove_own)
+        self._call_on_each("deleting", sorted(paths), _remove_helpers)
         self._remove_folders(paths.union(*map(self._folders.above, paths)) - {self._root})
 
     def remove_folder(self) -> None:
@@ -250,7 +250,7 @@ class LocalStore(Store):
         keys = [*keys]
         with self._lock:
             begun = {key: self._syncs.pop(key) for key in keys if key in self._syncs}
-        self._each("syncing", [self._path(key) for key in keys if key not in begun], files.sync_path)
+        self._call_on_each("syncing", [self._path(key) for key in keys if key not in begun], files.sync_path)
         for sync in begun.values():
             sync.result()
         self._sync_folders(keys)
@@ -265,16 +265,16 @@ class LocalStore(Store):
         # Deepest first, so that outer folders are empty when they are tried.
         for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
             self._folders.forget(folder)
-            self._on("deleting", folder, _remove_folder)
+            self._call_on("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
         """Sync all changed folders of the keys, up to the root, and changed folders above the root."""
         changes = self._folders.unsynced(map(self._path, keys))
-        self._each("syncing", [*changes], files.sync_path)
+        self._call_on_each("syncing", [*changes], files.sync_path)
         self._folders.note_synced(changes)
 
     def _scan(self, prefix: str) -> Entries:
-        return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
+        return self._call_on("listing", self._path(prefix) if prefix else self._root, _entries)
 
     # -- operations with translated errors
 
@@ -300,23 +300,23 @@ class LocalStore(Store):
             return True
 
         for _ in range(_WRITE_TRIES):
-            if self._on(verb, path, attempt):
+            if self._call_on(verb, path, attempt):
                 return
         raise StorageError(
             f"{verb} {path!r} failed: another process removed its folder {_WRITE_TRIES} times. Check that no clean-up "
             "runs there, and try again"
         )
 
-    def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
+    def _call_on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
         return self.call(f"{verb} {path!r}", lambda: work(path))
 
-    def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
+    def _call_on_each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
         """Make the same call on many paths, several at a time. Consecutive fsyncs are many times slower."""
         if not paths:
             return
-        begun = [_disk_threads().submit(self._on, verb, path, work) for path in paths[1:]]
+        begun = [_disk_threads().submit(self._call_on, verb, path, work) for path in paths[1:]]
         try:
-            self._on(verb, paths[0], work)
+            self._call_on(verb, paths[0], work)
         finally:
             wait(begun)
         for one in begun:
@@ -344,7 +344,7 @@ def _entries(folder: str) -> Entries:
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
-    if files.is_own_name(item.name):
+    if files.is_helper_name(item.name):
         return None
     try:
         if item.is_dir(follow_symlinks=False):
@@ -370,15 +370,15 @@ def _unless_absent() -> Iterator[None]:
 
 
 def _remove(path: str) -> None:
-    for name in (path, files.own_name(path, "part")):
+    for name in (path, files.helper_name(path, "part")):
         with _unless_absent():
             os.unlink(name)
 
 
-def _remove_own(folder: str) -> None:
+def _remove_helpers(folder: str) -> None:
     """Remove the helper files that dead processes left in a folder."""
     with _unless_absent(), os.scandir(folder) as entries:
-        for path in [item.path for item in entries if files.is_own_name(item.name)]:
+        for path in [item.path for item in entries if files.is_helper_name(item.name)]:
             # If its writer is alive, it notices that the file is missing and writes it again.
             with _unless_absent():
                 os.unlink(path)

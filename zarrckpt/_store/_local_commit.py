@@ -43,14 +43,14 @@ Views = Iterable[Sequence[memoryview]]
 """The content of a file: groups of buffers. Each group is written before the next one is made."""
 
 
-def own_name(path: str, suffix: str, unique: bool = False) -> str:
+def helper_name(path: str, suffix: str, *, unique: bool = False) -> str:
     """Return the name of a helper file ("part" or "lock") beside ``path``. It is never an object and never too long."""
     folder, name = os.path.split(path)
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
     return os.path.join(folder, f".zarrckpt-{digest}{'-' + uuid.uuid4().hex if unique else ''}.{suffix}")
 
 
-def is_own_name(name: str) -> bool:
+def is_helper_name(name: str) -> bool:
     """Whether a file of this name is a helper file and not an object."""
     return _OWN_NAME.fullmatch(name) is not None
 
@@ -72,12 +72,12 @@ def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = Fal
 
 def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed if the write fails."""
-    temp = own_name(path, "part", unique)
+    temp = helper_name(path, "part", unique=unique)
     try:
         file = _open_new(temp)
     except FileExistsError:
         # A crash left it behind, or another thread writes the same key. Use a unique name.
-        temp = own_name(path, "part", unique=True)
+        temp = helper_name(path, "part", unique=True)
         file = _open_new(temp)
     _fill_new(file, temp, groups, sync)
     return temp
@@ -228,7 +228,7 @@ def _create_exclusively(path: str, data: bytes) -> bool:
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
     """Hold the lock of ``path`` against threads and processes, also of other machines if the mount supports that."""
-    name = own_name(path, "lock")
+    name = helper_name(path, "lock")
     with _THREADS_LOCK, closed_after(_open_locked(name)):
         try:
             yield

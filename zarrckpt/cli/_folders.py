@@ -84,7 +84,7 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     from zarrckpt._commit.discovery import find_checkpoints
     from zarrckpt._commit.listings import list_below
     from zarrckpt._errors import StorageError
-    from zarrckpt._runs.steps import newest_below
+    from zarrckpt._runs.folders import newest_below
 
     row: dict[str, Any] = {"name": name, "url": spec.url, "state": "no checkpoint", "newest": None}
     store = spec.open()
@@ -115,8 +115,8 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     from zarrckpt._commit.pins import list_pins
     from zarrckpt._errors import CheckpointError
     from zarrckpt._jobs import run_jobs
+    from zarrckpt._runs.folders import is_name_of, step_of
     from zarrckpt._runs.record import read_record
-    from zarrckpt._runs.steps import is_name_of, step_of
 
     store = spec.open()
     try:

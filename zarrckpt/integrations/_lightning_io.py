@@ -21,7 +21,7 @@ from zarrckpt._store._url import normalize
 from zarrckpt.integrations._data import find_non_data, refuse_non_data, with_plain_parameters
 from zarrckpt.integrations._values import remove_or_log
 
-ROOT = "/zarr.json"
+ROOT_SUFFIX = "/zarr.json"
 """The end of a root document's url, after the checkpoint's url."""
 PICKLE_HINT = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
 """Text for errors: the code with which a user saves values that are not data, or leaves them out."""
@@ -68,7 +68,9 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.folders: set[str] = set()
         """Folders of the Trainer's callbacks. A loaded state may name checkpoints below them."""
         self._future: zarrckpt.SaveFuture | None = None
-        self._followers: list[threading.Thread] = []
+        """The save in the background, until :meth:`wait`."""
+        self._waiting_actions: list[threading.Thread] = []
+        """Threads that wait for the commit of this save, each to call an action."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | PurePath, storage_options: Mapping[str, Any] | None = None
@@ -121,19 +123,19 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         If the save fails, the action is not called.
         """
-        future, before = self._future, self._followers[-1:]
+        future, previous = self._future, self._waiting_actions[-1:]
         if future is None:
             action()
             return
 
-        def follow() -> None:
+        def act_after_commit() -> None:
             if future.exception() is None:
-                for follower in before:  # Actions are called in order.
-                    follower.join()
+                for thread in previous:  # Actions are called in order.
+                    thread.join()
                 action()
 
-        self._followers.append(threading.Thread(target=follow, name="zarrckpt-follow"))
-        self._followers[-1].start()
+        self._waiting_actions.append(threading.Thread(target=act_after_commit, name="zarrckpt-follow"))
+        self._waiting_actions[-1].start()
 
     def teardown(self) -> None:
         """Wait as :meth:`wait`. Lightning calls it at the end of ``fit``, also after an error."""
@@ -156,11 +158,11 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         With ``Fabric``, call it before the process ends, on every rank that saves. Fabric itself does not wait.
         """
         future, self._future = self._future, None
-        followers, self._followers = self._followers, []
+        threads, self._waiting_actions = self._waiting_actions, []
         if future is not None:
             future.result()
-        for follower in followers:
-            follower.join()
+        for thread in threads:
+            thread.join()
 
     def save(
         self,
@@ -171,14 +173,22 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         no_dist: bool,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wait for the save in the background, then save a state with these settings. The strategies call it."""
+        """Wait for the save in the background, then save a state with these settings.
+
+        :meth:`save_checkpoint` calls it on rank 0, and the strategies of this module on all ranks.
+        """
         self.wait()
-        own = {**(self.storage_options or {}), **(storage_options or {})} or None
         call = zarrckpt.async_save if self.background else zarrckpt.save
-        saved = call(
-            state, url, overwrite=True, metadata=metadata, no_dist=no_dist, storage_options=own, options=self.options
+        result = call(
+            state,
+            url,
+            overwrite=True,
+            metadata=metadata,
+            no_dist=no_dist,
+            storage_options={**(self.storage_options or {}), **(storage_options or {})} or None,
+            options=self.options,
         )
-        self._future = saved if isinstance(saved, zarrckpt.SaveFuture) else None
+        self._future = result if isinstance(result, zarrckpt.SaveFuture) else None
         if PurePath(url).name.startswith("hpc_ckpt_"):  # After this save Lightning has SLURM requeue the job.
             self.wait()
 
@@ -235,7 +245,7 @@ def _lies_below(path: Any, folders: set[str]) -> bool:
 
 def url_of(path: str | PurePath) -> str:
     """Return the url of a checkpoint from its path, or from the path of its root document."""
-    return normalize(path).removesuffix(ROOT)
+    return normalize(path).removesuffix(ROOT_SUFFIX)
 
 
 def is_saved_by_lightning(path: str) -> bool:

@@ -66,15 +66,21 @@ class ShardedStrategy:
         metadata: dict[str, Any],
         storage_options: Mapping[str, Any] | None,
     ) -> None:
-        """Save the sharded objects from all ranks, and the rest from rank 0."""
-        parts = {key: state_to_check(value) for key, value in objects.items()} if self.is_global_zero else {}
-        faults = self.checkpoint_io.faults({**rest, **parts}) if self.is_global_zero else []
-        if self.is_global_zero and not faults:
-            warn_of_last(rest)
-            prepare_local_path(url_of(path))
+        """Save modules and optimizers (``objects``) from all ranks, and the rest from rank 0.
+
+        Other ranks add sharded tensors and PerRank values of the rest.
+        """
+        faults: list[str] = []
+        if self.is_global_zero:
+            checked = {key: state_to_check(value) for key, value in objects.items()}
+            faults = self.checkpoint_io.faults({**rest, **checked})
+            if not faults:
+                warn_of_last(rest)
+                prepare_local_path(url_of(path))
+        else:
+            rest = _sharded_part(rest)
         url, faults = self.broadcast((url_of(path), faults))
         refuse_non_data(faults, PICKLE_HINT)
-        rest = rest if self.is_global_zero else _sharded_part(rest)
         metadata = {**metadata, _OBJECTS: sorted(objects)}
         self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)
 
@@ -100,21 +106,22 @@ class ShardedStrategy:
         self,
         state: dict[str, Any],
         url: str,
+        *,
         weights_only: bool | None,
         strict: bool = True,
         keys: list[str] | None = None,
     ) -> None:
-        own = self.checkpoint_io
+        plugin = self.checkpoint_io
         zarrckpt.load(
             state,
             url,
             strict=strict,
             keys=keys,
-            allow_pickle=own.allow_pickle and not weights_only,
-            storage_options=own.storage_options,
+            allow_pickle=plugin.allow_pickle and not weights_only,
+            storage_options=plugin.storage_options,
         )
 
-    def _load_numbered(self, state: dict[str, Any], url: str, weights_only: bool | None) -> None:
+    def _load_numbered(self, state: dict[str, Any], url: str, *, weights_only: bool | None) -> None:
         """Load optimizers that were saved on one device or with DDP, by the numbers of their parameters.
 
         The state has no module, because zarrckpt uses parameter names if it has one.
@@ -125,7 +132,7 @@ class ShardedStrategy:
                 "parameters have numbers, and FSDP1 needs names. Use FSDP2 (ZarrModelParallelStrategy, or "
                 "ZarrFabricModelParallelStrategy)"
             )
-        self._load(state, url, weights_only)
+        self._load(state, url, weights_only=weights_only)
 
 
 def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
@@ -138,14 +145,15 @@ def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
 def _sharded_part(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a state that each rank must save: sharded tensors and PerRank values."""
 
-    def shared(value: Any) -> bool:
+    def has_part_of_rank(value: Any) -> bool:
         if isinstance(value, Mapping | list):
-            return any(map(shared, value.values() if isinstance(value, Mapping) else value))
-        sharded = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
-        return sharded or isinstance(value, zarrckpt.PerRank)
+            return any(map(has_part_of_rank, value.values() if isinstance(value, Mapping) else value))
+        # Tensors of other classes, such as DTensor, may be sharded.
+        is_sharded = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
+        return is_sharded or isinstance(value, zarrckpt.PerRank)
 
     return {
         key: _sharded_part(value) if isinstance(value, Mapping) else value
         for key, value in rest.items()
-        if shared(value)
+        if has_part_of_rank(value)
     }

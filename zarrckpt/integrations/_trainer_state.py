@@ -63,8 +63,8 @@ class TotalLimit(zarrckpt.Keep):
         best = int(args.metric_for_best_model is not None)
         return cls(newest=args.save_total_limit, best=best, metric="best_step", mode="max")
 
-    def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
-        kept = super().reasons(metrics)
+    def reasons(self, metadata_of: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        kept = super().reasons(metadata_of)
         if len(kept) > self.newest > 1:
             del kept[min(step for step, why in kept.items() if "newest" in why)]
         return kept

@@ -31,7 +31,7 @@ from zarrckpt.integrations._data import has_state, with_plain_parameters  # noqa
 from zarrckpt.integrations._lightning_io import (  # noqa: E402
     FINDS_LAST,
     OPTIMIZER,
-    ROOT,
+    ROOT_SUFFIX,
     ZarrCheckpointIO,
     comparable_folder,
     run_metadata,
@@ -98,13 +98,13 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if getattr(self._fs, "local_file", False):
             return found
         # Lightning compares modification times. In object stores only objects have one, folders do not.
-        roots = {path: f"{path}{ROOT}" for path in found}
+        roots = {path: f"{path}{ROOT_SUFFIX}" for path in found}
         return {self._fs.unstrip_protocol(root if self._fs.exists(root) else path) for path, root in roots.items()}
 
     def _is_checkpoint(self, path: str) -> bool:
         """Whether a path has a committed checkpoint, or one that Lightning's own plugin or strategies saved."""
         self._fs.invalidate_cache()  # zarrckpt may have written objects after fsspec listed the folder.
-        return any(map(self._fs.exists, (f"{path}{ROOT}", f"{path}/meta.pt"))) or bool(self._fs.isfile(path))
+        return any(map(self._fs.exists, (f"{path}{ROOT_SUFFIX}", f"{path}/meta.pt"))) or bool(self._fs.isfile(path))
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         """Whether to delete a checkpoint: never one outside of this run's folder or the one that was resumed from.
@@ -114,7 +114,7 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if not super()._should_remove_checkpoint(trainer, previous, current):
             return False
         own = f"{self.dirpath}".rstrip("/") + "/"
-        resumed_from = str(trainer.ckpt_path or "").removesuffix(ROOT)
+        resumed_from = str(trainer.ckpt_path or "").removesuffix(ROOT_SUFFIX)
         return "://" not in previous or (previous.startswith(own) and previous != resumed_from)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
@@ -216,7 +216,7 @@ def _refuse_instantiators(checkpoint: Mapping[str, Any], url: str) -> None:
             )
 
 
-class _TrainerSharded(ShardedStrategy):
+class _TrainerStrategy(ShardedStrategy):
     """Base class of the Trainer's strategies."""
 
     model: Any
@@ -264,19 +264,21 @@ class _TrainerSharded(ShardedStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         targets = self.optimizers if fitting else []
         optimizers: dict[str, Any] = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(targets)}
-        rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
-        rest.pop("state_dict", None)
+        rest = {key: None for key in found.keys if key != "state_dict" and not OPTIMIZER.fullmatch(key)}
         if "optimizer_states" in rest:
             del rest["optimizer_states"]
             if optimizers:
-                self._load_numbered({"optimizer_states": [*optimizers.values()]}, url, weights_only)
+                numbered = {"optimizer_states": [*optimizers.values()]}
+                self._load_numbered(numbered, url, weights_only=weights_only)
                 optimizers = {}
         if not self.lightning_module.strict_loading:
             if optimizers:
-                self._load({"state_dict": self.model, **optimizers}, url, weights_only, keys=[*optimizers])
+                # Optimizers are loaded strictly even if the model is not.
+                state = {"state_dict": self.model, **optimizers}
+                self._load(state, url, weights_only=weights_only, keys=[*optimizers])
             optimizers = {}
         state = {**rest, "state_dict": self.model, **optimizers}
-        self._load(state, url, weights_only, strict=self.lightning_module.strict_loading)
+        self._load(state, url, weights_only=weights_only, strict=self.lightning_module.strict_loading)
         return self.checkpoint_io.without_foreign_paths({key: state[key] for key in rest}, url)
 
     def teardown(self) -> None:
@@ -287,7 +289,7 @@ class _TrainerSharded(ShardedStrategy):
             super().teardown()  # type: ignore[misc]
 
 
-class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type: ignore[misc]
+class ZarrModelParallelStrategy(_TrainerStrategy, ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with zarrckpt's checkpoints.
 
     The arguments are the same. ``save_distributed_checkpoint`` has no effect. Pass settings with the plugin:
@@ -295,7 +297,7 @@ class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type
     """
 
 
-class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
+class ZarrFSDPStrategy(_TrainerStrategy, FSDPStrategy):  # type: ignore[misc]
     """Lightning's FSDPStrategy (FSDP1), with zarrckpt's checkpoints. Used as :class:`ZarrModelParallelStrategy`.
 
     The arguments are the same. ``state_dict_type`` has no effect. Optimizers that were saved on one device or with DDP
@@ -305,7 +307,7 @@ class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
     loads_numbered = False
 
 
-class _FabricSharded(ShardedStrategy):
+class _FabricStrategy(ShardedStrategy):
     """Base class of Fabric's strategies."""
 
     def save_checkpoint(
@@ -341,7 +343,7 @@ class _FabricSharded(ShardedStrategy):
         if isinstance(state, torch.nn.Module):
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-            self._load(get_model_state_dict(state), url, weights_only, strict)
+            self._load(get_model_state_dict(state), url, weights_only=weights_only, strict=strict)
             return {}
         if not isinstance(state, dict) or not state:
             raise NotImplementedError(
@@ -352,13 +354,13 @@ class _FabricSharded(ShardedStrategy):
         rest = {key: None for key in found.keys if key not in state and key not in found.objects}
         target = {key: value for key, value in state.items() if key not in numbered} | rest
         if numbered:
-            self._load_numbered(numbered, url, weights_only)
-        self._load(target, url, weights_only, strict)
+            self._load_numbered(numbered, url, weights_only=weights_only)
+        self._load(target, url, weights_only=weights_only, strict=strict)
         state.update({key: target[key] for key in state if key not in numbered})
         return {key: target[key] for key in rest}
 
 
-class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrategy):  # type: ignore[misc]
+class ZarrFabricModelParallelStrategy(_FabricStrategy, FabricModelParallelStrategy):  # type: ignore[misc]
     """Fabric's ModelParallelStrategy (FSDP2, tensor parallelism), with zarrckpt's checkpoints.
 
     The arguments are the same. ``save_distributed_checkpoint`` has no effect. Pass settings with the plugin:
@@ -366,7 +368,7 @@ class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrateg
     """
 
 
-class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignore[misc]
+class ZarrFabricFSDPStrategy(_FabricStrategy, FabricFSDPStrategy):  # type: ignore[misc]
     """Fabric's FSDPStrategy (FSDP1), with zarrckpt's checkpoints. Used as :class:`ZarrFabricModelParallelStrategy`.
 
     Optimizers that were saved on one device or with DDP cannot be loaded: UnsupportedLayoutError.

@@ -104,7 +104,7 @@ def page_data(
         changed: the values that differ between the sides.
         found: the numbers of the tensors, or None if they were not read.
     """
-    layouts = [Layouts(side.catalog.writers()) for side in sides]
+    layouts = [Layouts(side.catalog.writers_by_path()) for side in sides]
     names = list(dict.fromkeys(fqn for side in sides for fqn in side.tensors))
     others = dict.fromkeys(fqn for side in sides for fqn in side.names if fqn in side.objects)
     both = set(same)
@@ -220,10 +220,10 @@ def _side_of_entry(side: PageCheckpoint, fqn: str) -> Json | None:
 
 def _value(side: PageCheckpoint, fqn: str) -> Json:
     """Return a value as Python's text, or the size of a blob, which is not read."""
-    entry = side.catalog.root.objects[fqn]
+    entry = side.catalog.root.non_tensors[fqn]
     if isinstance(entry, BlobEntry):
         return {"type": entry.kind or "", "encoding": entry.encoding, "nbytes": entry.array.nbytes}
-    value = side.catalog.read_object(fqn)
+    value = side.catalog.read_non_tensor(fqn)
     try:
         text = pprint.pformat(value, width=88, compact=True, sort_dicts=False)
     except ValueError:  # an int with more digits than Python converts to text

@@ -1,4 +1,4 @@
-"""The global state: which ranks hold which entries and boxes, from the descriptions of all ranks."""
+"""The global state: the entries of all ranks and the ranks that hold them, from the descriptions of all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GlobalState:
     """The ranks that may write each non-tensor entry."""
     compared: Mapping[str, Numbers]
     """The ranks that hold each non-tensor entry whose contents must be equal on all of them."""
-    ranks: int
+    world_size: int
     """The number of ranks that save."""
     differing: Mapping[str, Sequence[int]]
     """The ranks that hold a tensor, for each tensor whose shape or dtype differs between ranks. The lowest rank's is
@@ -63,7 +63,7 @@ class GlobalState:
                 found.setdefault(ranks.tobytes(), []).append((fqn, None))
         known: dict[Holders, list[tuple[bytes, Ints]]] = {}
         for tensor in self.tensors.values():
-            if tensor.holders.alone:
+            if tensor.holders.are_single:
                 continue
             if tensor.holders not in known:
                 rows = ((tensor.holders.ranks_of(box), box) for box in tensor.holders.boxes_of(rank).tolist())
@@ -116,8 +116,8 @@ class _GlobalStateBuilder:
                 self._saved_rank_of_boxes.setdefault(fqn, {})[offset] = rank
         self._paths: dict[str, StatePath] = {}
         self._occurrences: dict[str, list[_Occurrence]] = {}
-        self._own: dict[StatePath, list[_PerRankEntry]] = {}
-        """By the path, in which RANKS stands for the number of the rank."""
+        self._per_rank: dict[StatePath, list[_PerRankEntry]] = {}
+        """The entries of PerRanks, by the path in which RANKS stands for the number of the rank."""
         self._lowest = any(description.lowest_rank_saves for description in gathered.descriptions)
         self._differing: dict[str, list[int]] = {}
         self._known: dict[object, tuple[Holders, bool]] = {}
@@ -125,15 +125,15 @@ class _GlobalStateBuilder:
     def state(self) -> GlobalState:
         self._read_descriptions()
         tensors = {
-            fqn: self._tensor(fqn, self._of_one_form(fqn, rows))
+            fqn: self._tensor(fqn, self._keep_one_form(fqn, rows))
             for fqn, rows in self._occurrences.items()
             if any(one.entry.kind == "tensor" for one in rows)
         }
         stacks, stack_of = self._stacks()
-        for rows in self._own.values():
+        for rows in self._per_rank.values():
             for own in rows:
                 if own.entry.kind == "tensor" and own.path.fqn not in stack_of:
-                    tensors[own.path.fqn] = self._alone(own)
+                    tensors[own.path.fqn] = self._single_tensor(own)
         ranks_of = {
             fqn: self._ranks_with(rows) for fqn, rows in self._occurrences.items() if rows[0].entry.kind != "tensor"
         }
@@ -146,7 +146,7 @@ class _GlobalStateBuilder:
         writers = {
             fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in ranks_of.items() if fqn not in hollow
         }
-        for rows in self._own.values():
+        for rows in self._per_rank.values():
             writers |= {own.path.fqn: np.array([own.rank]) for own in rows if own.entry.kind != "tensor"}
         paths: dict[str, StatePath] = {}
         for fqn, path in self._paths.items():
@@ -177,9 +177,9 @@ class _GlobalStateBuilder:
         for rank, number in enumerate(self._gathered.numbers.tolist()):
             for entry in kept[number]:
                 own = _PerRankEntry(self._gathered.members[rank], rank, entry)
-                self._own.setdefault(entry.path.with_rank(RANKS), []).append(own)
+                self._per_rank.setdefault(entry.path.with_rank(RANKS), []).append(own)
                 self._paths.setdefault(own.path.fqn, own.path)
-        both = {own.path.fqn for rows in self._own.values() for own in rows} & self._occurrences.keys()
+        both = {own.path.fqn for rows in self._per_rank.values() for own in rows} & self._occurrences.keys()
         if both:
             raise UnsupportedLayoutError(
                 f"{min(both)!r} is wrapped in PerRank on one rank, and is a plain entry on another: give the two "
@@ -188,10 +188,11 @@ class _GlobalStateBuilder:
 
     # -- tensors
 
-    def _of_one_form(self, fqn: str, occurrences: list[_Occurrence]) -> list[_Occurrence]:
-        """Return the occurrences with one shape and dtype.
+    def _keep_one_form(self, fqn: str, occurrences: list[_Occurrence]) -> list[_Occurrence]:
+        """Return the occurrences with the shape and dtype of the lowest rank's.
 
-        If plain tensors differ, only the lowest rank's occurrences are kept, because they need not be one tensor.
+        If plain tensors differ, drops the other occurrences and records the difference, because they need not be one
+        tensor. Raises UnsupportedLayoutError if other tensors differ.
         """
         first = occurrences[0].entry
         odd = [occurrence for occurrence in occurrences if occurrence.entry[1:4] != first[1:4]]
@@ -248,7 +249,7 @@ class _GlobalStateBuilder:
         if sum(box.size for box in holders.boxes) < Box((0,) * len(shape), shape).size:
             self._refuse_absent(fqn, occurrences)
         check_tiling(fqn, shape, holders.boxes, tiled)
-        return holders, whole and not holders.alone
+        return holders, whole and not holders.are_single
 
     def _refuse_absent(self, fqn: str, occurrences: Sequence[_Occurrence]) -> None:
         """Refuse a tensor that some ranks of its mesh lack, such as optimizer state without a gradient."""
@@ -276,7 +277,7 @@ class _GlobalStateBuilder:
         made: dict[str, tuple[StatePath, GlobalTensor]] = {}
         stack_of: dict[str, str] = {}
         known: dict[object, Holders] = {}
-        for path, rows in self._own.items():
+        for path, rows in self._per_rank.items():
             forms: dict[tuple[Ints, str], list[_PerRankEntry]] = {}
             for own in rows:
                 if own.entry.kind == "tensor" and len(own.entry.shape) < MAX_DIMENSIONS:
@@ -297,7 +298,7 @@ class _GlobalStateBuilder:
             stack_of |= {own.path.fqn: stack.fqn for own in most}
         return made, stack_of
 
-    def _alone(self, own: _PerRankEntry) -> GlobalTensor:
+    def _single_tensor(self, own: _PerRankEntry) -> GlobalTensor:
         shape = own.entry.shape
         box = Box((0,) * len(shape), shape)
         holders = Holders([BoxOnRanks(box, (own.rank,))] if box.size else [])
