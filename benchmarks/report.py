@@ -93,8 +93,6 @@ def markdown(results: Results, heading: str) -> str:
     for group in dict.fromkeys(groups):
         speeds = [speed for speed in results.speeds if speed.group == group]
         figures = [figure for figure in results.figures if figure.group == group]
-        if speeds:  # The table of speeds has the other ratios.
-            figures = [figure for figure in figures if figure.goal is not None]
         lines += [f"### {group[0].upper()}{group[1:]}", ""]
         lines += speed_table(speeds) if speeds else []
         lines += figure_table(figures) if figures else []
