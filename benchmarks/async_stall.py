@@ -1,4 +1,4 @@
-"""How long ``async_save`` stops the training loop, relative to one copy of the state, and how it slows later steps."""
+"""Time for which ``async_save`` stops the training loop, relative to one copy of the state, and its later slow-down."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ SAME_SYNCED = "a plain loop, the same folders and files, synced"
 DURABLE, QUICK = "zarrckpt", "zarrckpt, durable=False"
 DCP, DCP_QUICK = "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
 
-Goal = tuple[str, str, str, float | None]
-"""Our contender, the peer, "save" or "load", and the goal: how many times as fast ours should be."""
+Goal = tuple[str, str, str, float]
+"""The contender, its peer, "save" or "load", and the goal: the least ratio of their rates."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ CONDITIONS = [
             (QUICK, LIMIT, "save", 0.75),
             (DURABLE, DCP, "load", 8.0),
             (DURABLE, LIMIT, "load", 0.6),
-            (QUICK, SAME_BYTES, "save", None),
-            (DURABLE, SAME_BYTES, "load", None),
         ),
     ),
     Condition(
@@ -68,13 +66,7 @@ CONDITIONS = [
     Condition(
         "local, 4 processes",
         "large",
-        (
-            (DURABLE, DCP, "save", 2.0),
-            (QUICK, DCP_QUICK, "save", 2.0),
-            (QUICK, LIMIT, "save", None),
-            (DURABLE, DCP, "load", 3.0),
-            (DURABLE, LIMIT, "load", None),
-        ),
+        ((DURABLE, DCP, "save", 2.0), (QUICK, DCP_QUICK, "save", 2.0), (DURABLE, DCP, "load", 3.0)),
         world=4,
     ),
 ]

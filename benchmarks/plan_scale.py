@@ -1,15 +1,15 @@
-"""How the planning of a save grows with ranks and tensors: what the coordinator gets, and each rank's own part.
+"""Cost of planning saves and loads of large models on many ranks, without starting a rank.
 
     python -m benchmarks.plan_scale                                     "2214" (see MODELS) on 8 to 10,240 ranks
-    python -m benchmarks.plan_scale --models 70B 405B --ranks 10240     other models and worlds
+    python -m benchmarks.plan_scale --models 70B 405B --ranks 10240     other models and numbers of ranks
     python -m benchmarks.plan_scale --layouts hsdp-tp pipeline          see LAYOUTS; the default is FSDP x TP
-    python -m benchmarks.plan_scale --quick                             no processes for the ranks' own parts
+    python -m benchmarks.plan_scale --min-piece-bytes 0                 small pieces are not merged
+    python -m benchmarks.plan_scale --quick                             no processes for the work of a rank
 
-No rank is started: descriptions are made here, as ranks make theirs, and messages are encoded as rounds send them. A
-rank's own part (all that it does between two rounds: the whole plan, its digest, what is compared, its own piece of it)
-is measured in a fresh process each, for the first, the middle and the last rank. Times are those of the processor, in
-which other processes do not count. The last table is of loads on the mesh that saved, where ranks share their reads:
-each rank computes which of them fetches what several need. Prints three tables.
+Prints three tables: the planning of a save, its result, and the planning of a load. Descriptions and messages are made
+and encoded as ranks do it. The work of a rank between two rounds (the whole plan, its digest, the digests of replicas,
+the rank's part of the plan) is measured in a fresh process for the first, the middle and the last rank. Times are
+processor times, so that other processes change them little. The loads are on the mesh that saved, with shared reads.
 """
 
 from __future__ import annotations
@@ -37,87 +37,87 @@ from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.global_state import GlobalState, gather_boxes, gather_state
-from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
+from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._save import agree
 from zarrckpt._save.plan_report import report_of
 
-# -- a rank's own part
+# -- the work of a rank
 
 
-class Part(NamedTuple):
-    """What one rank's own part took."""
+class Work(NamedTuple):
+    """Processor time and memory of one rank's work between two rounds."""
 
     seconds: float
     megabytes: float
 
 
-def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
-    """In a fresh process: from the descriptions as they came to what the rank is to do."""
-    ranks = range(len(given))
-    before = most_memory()
+def plan_in_process(packed: Sequence[bytes], numbers: Any, rank: int, options: PlanOptions) -> Work:
+    """Compute one rank's plan from the received descriptions. Called in a fresh process."""
+    before = peak_memory()
     began = time.process_time()
-    gathered = AllDescriptions.from_packed(packed, given, ranks)
-    held = gather_state(gathered)
-    plan = plan_save(held, PlanOptions())
-    held.replicas(rank)
+    state = gather_state(AllDescriptions.from_packed(packed, numbers, range(len(numbers))))
+    plan = plan_save(state, options)
+    state.replicas(rank)
     assert plan.digest and plan.rank_plan(rank)
-    return Part(time.process_time() - began, most_memory() - before)
+    return Work(time.process_time() - began, peak_memory() - before)
 
 
-def most_memory() -> float:
-    """The most memory that this process has had so far, in MB. (That of getrusage counts its parent's, too.)"""
+def peak_memory() -> float:
+    """Return the peak memory of this process in MB. (getrusage includes the parent's.)"""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def own_parts(gathered: AllDescriptions) -> list[Part]:
-    """The first, the middle and the last rank's."""
+def measure_ranks(gathered: AllDescriptions, options: PlanOptions) -> list[Work]:
+    """Measure the planning of a save on the first, the middle and the last rank."""
     size = len(gathered.numbers)
     packed = [description.packed for description in gathered.descriptions]
-    given = gathered.numbers.astype(np.min_scalar_type(len(packed)))
+    numbers = gathered.numbers.astype(np.min_scalar_type(len(packed)))
     found = []
     for rank in sorted({0, size // 2, size - 1}):
         with get_context("spawn").Pool(1) as pool:
-            found.append(pool.apply(own_part, (packed, given, rank)))
+            found.append(pool.apply(plan_in_process, (packed, numbers, rank, options)))
     return found
 
 
-def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNode], rank: int) -> tuple[Part, int]:
-    """In a fresh process: what one rank computes in a load; and how many gets are of what several ranks need."""
-    before = most_memory()
+def share_in_process(
+    packed: Sequence[bytes], numbers: Any, nodes: Mapping[str, ArrayNode], rank: int
+) -> tuple[Work, int]:
+    """Compute one rank's shared reads, and the number of shared requests of all ranks. Called in a fresh process."""
+    before = peak_memory()
     began = time.process_time()
-    gathered = AllDescriptions.from_packed(packed, given, range(len(given)))
-    held, limit = gather_boxes(gathered), DEFAULT_MAX_INFLIGHT_BYTES // 4
-    plan_shares((rank,), nodes, held, len(given), limit)
-    part = Part(time.process_time() - began, most_memory() - before)
-    return part, sum(1 for _ in _shared_ranges(nodes, held, limit))
+    boxes = gather_boxes(AllDescriptions.from_packed(packed, numbers, range(len(numbers))))
+    limit = DEFAULT_MAX_INFLIGHT_BYTES // 4
+    plan_shares((rank,), nodes, boxes, len(numbers), limit)
+    work = Work(time.process_time() - began, peak_memory() - before)
+    return work, sum(1 for _ in _shared_ranges(nodes, boxes, limit))
 
 
-def load_of(gathered: AllDescriptions, plan: SavePlan) -> tuple[Part, int]:
-    """That of the middle rank, of a load of the tensors."""
+def measure_load(gathered: AllDescriptions, plan: SavePlan) -> tuple[Work, int]:
+    """Measure the planning of a load of the tensors on the middle rank."""
     targets = [
         Description([entry for entry in description.entries if entry.kind == "tensor"], description.shardings)
         for description in gathered.descriptions
     ]
     packed = [description.packed for description in targets]
     with get_context("spawn").Pool(1) as pool:
-        return pool.apply(loads_part, (packed, gathered.numbers, plan.layout.tensors, len(gathered.numbers) // 2))
+        return pool.apply(share_in_process, (packed, gathered.numbers, plan.layout.tensors, len(gathered.numbers) // 2))
 
 
 # -- the coordinator
 
 
 class _Ranks:
-    """In place of rounds: who they are, and no more."""
+    """The members of a process group, without connections. Replaces the rounds."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.members = 0, size, tuple(range(size))
 
 
 class Coordinator:
-    """What reaches the coordinator, and what it does with that: its side of the rounds, with real messages."""
+    """The coordinator's side of the rounds, with real messages. Counts bytes and processor time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -127,7 +127,7 @@ class Coordinator:
         self._round = 0
 
     def decide(self, results: Sequence[Any], decide: Any) -> Any:
-        """One round: what all ranks say comes up the tree, and the answer goes down."""
+        """Make one round: the results of all ranks go up the tree, and the answer goes down."""
         self._round += 1
         below = [list(_below(child, self.size)) for child in _children(0, self.size)]
         items = [("result", encode(one)) for one in results]
@@ -170,7 +170,7 @@ def _agreement(size: int) -> Any:
 
 
 def first_save(gathered: AllDescriptions, plan: SavePlan, groups: Sequence[bytes]) -> Coordinator:
-    """All three rounds."""
+    """Make the three rounds of a first save."""
     size = len(gathered.numbers)
     agreement, coordinator = _agreement(size), Coordinator(size)
     agreement._plan = plan
@@ -187,12 +187,12 @@ def first_save(gathered: AllDescriptions, plan: SavePlan, groups: Sequence[bytes
 
 
 def next_save(gathered: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
-    """The one round of a save of the same state; and the bytes of what a rank says."""
+    """Make the one round of a repeated save. Also return the size of the largest message of a rank."""
     size = len(gathered.numbers)
     agreement, coordinator = _agreement(size), Coordinator(size)
     digests = [description.digest for description in gathered.descriptions]
     agreement._last = agree._KeptPlan(b"the plan", digests[0], PlanOptions(), plan, plan.rank_plan(0), {}, {})
-    # Random but for the last, as digests are; their sum is 0.
+    # Random numbers whose sum is 0, like the digests of equal replicas.
     balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
     balances = [balance % agree._PRIME for balance in balances]
     balances.append(-sum(balances) % agree._PRIME)
@@ -203,14 +203,14 @@ def next_save(gathered: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, i
     return coordinator, max(len(encode(hello)) for hello in hellos)
 
 
-def group_digests_of(held: GlobalState) -> list[bytes]:
-    """What each rank says of what it holds alike with others: for each group its name, and a digest."""
-    found: list[dict[bytes, None]] = [{} for _ in range(held.ranks)]
-    for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
+def group_digests_of(state: GlobalState) -> list[bytes]:
+    """Return each rank's message about its replicas: the name and a digest of each group of ranks with equal boxes."""
+    found: list[dict[bytes, None]] = [{} for _ in range(state.ranks)]
+    for ranks in {ranks.tobytes(): ranks for ranks in state.compared.values()}.values():
         _add(found, ranks)
-    for one in {id(tensor.holders): tensor.holders for tensor in held.tensors.values()}.values():
-        for number in range(len(one.boxes) if not one.are_single else 0):
-            _add(found, one.ranks_of(number))
+    for holders in {id(tensor.holders): tensor.holders for tensor in state.tensors.values()}.values():
+        for number in range(len(holders.boxes) if not holders.are_single else 0):
+            _add(found, holders.ranks_of(number))
     return [b"".join(name + bytes(8) for name in names) for names in found]
 
 
@@ -230,11 +230,11 @@ PLANNING = [
     "entries",
     "descriptions",
     "to the coordinator, KB",
-    "its time, s",
-    "a rank's own part, s",
-    "MB",
-    "again: bytes a rank",
-    "the coordinator's time, s",
+    "coordinator, s",
+    "plan, s",
+    "plan, MB",
+    "again: bytes of a rank",
+    "again, s",
 ]
 RESULT = [
     "model",
@@ -246,35 +246,35 @@ RESULT = [
     "puts at 3,500/s, s",
     "puts, $",
     "max/mean written",
-    "moved",
-    "between hosts",
-    "connections of a rank, mean",
+    "moved between ranks",
+    "between hosts of 8",
+    "connections of a rank: mean",
     "most",
-    "of a host, most",
+    "of a host: most",
 ]
-LOADS = ["model", "layout", "ranks", "a rank's own part, s", "MB", "gets of what ranks share", "at 5,500/s, s"]
+LOADS = ["model", "layout", "ranks", "plan, s", "plan, MB", "gets", "gets at 5,500/s, s"]
 
 
-def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
-    """A row of each table."""
+def measure(case: Case, options: PlanOptions, quick: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return a row of each table."""
     gathered = case.descriptions()
-    held = gather_state(gathered)
-    plan = plan_save(held, PlanOptions())
-    first = first_save(gathered, plan, group_digests_of(held))
+    state = gather_state(gathered)
+    plan = plan_save(state, options)
+    first = first_save(gathered, plan, group_digests_of(state))
     again, nbytes = next_save(gathered, plan)
-    parts = [] if quick else own_parts(gathered)
+    works = [] if quick else measure_ranks(gathered, options)
     name = [case.model, case.layout, f"{case.ranks:,}"]
     entries = len({entry.path for description in gathered.descriptions for entry in description.entries})
     planning = [*name, f"{entries:,}", str(len(gathered.descriptions)), f"{first.received / 1e3:,.0f}"]
-    planning += [f"{first.seconds:.2f}", f"{max((part.seconds for part in parts), default=0):.2f}"]
-    planning += [f"{max((part.megabytes for part in parts), default=0):.0f}", str(nbytes), f"{again.seconds:.2f}"]
-    load, gets = (Part(0, 0), 0) if quick or case.layout == "per-rank" else load_of(gathered, plan)
+    planning += [f"{first.seconds:.2f}", f"{max((work.seconds for work in works), default=0):.2f}"]
+    planning += [f"{max((work.megabytes for work in works), default=0):.0f}", str(nbytes), f"{again.seconds:.2f}"]
+    load, gets = (Work(0, 0), 0) if quick or case.layout == "per-rank" else measure_load(gathered, plan)
     loads = [*name, f"{load.seconds:.2f}", f"{load.megabytes:.0f}", f"{gets:,}", f"{gets / 5500:.1f}"]
     return planning, [*name, *results(plan)], loads
 
 
 def results(plan: SavePlan) -> list[str]:
-    """What a plan comes to."""
+    """Return the cells of a plan: bytes, objects, costs, balance, connections."""
     report = report_of(plan, range(plan.layout.world_size), HOST)
     found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_seconds():.1f}"]
     found += [f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
@@ -289,16 +289,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["2214"], choices=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=["fsdp-tp"], choices=LAYOUTS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 1024, 4096, 10240])
-    parser.add_argument("--quick", action="store_true", help="do not measure the ranks' own parts")
+    parser.add_argument("--min-piece-bytes", type=int, help="as in SaveOptions")
+    parser.add_argument("--quick", action="store_true", help="do not measure the work of a rank")
     args = parser.parse_args()
     cases = [Case(*case) for case in itertools.product(args.models, args.layouts, args.ranks)]
+    options = PlanOptions(sizes=Sizes(min_piece=args.min_piece_bytes))
     rows = []
     for case in cases:
-        rows.append(measure(case, args.quick))
+        rows.append(measure(case, options, args.quick))
         print(f"{case.model} {case.layout} {case.ranks}", file=sys.stderr, flush=True)
-    for heads, own in zip((PLANNING, RESULT, LOADS), zip(*rows, strict=True), strict=True):
+    for heads, table in zip((PLANNING, RESULT, LOADS), zip(*rows, strict=True), strict=True):
         print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-        print("".join(f"| {' | '.join(row)} |\n" for row in own))
+        print("".join(f"| {' | '.join(row)} |\n" for row in table))
 
 
 if __name__ == "__main__":

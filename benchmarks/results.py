@@ -78,7 +78,7 @@ class Results:
         return {"speeds": speeds, "figures": [asdict(figure) | {"met": figure.met} for figure in self.figures]}
 
 
-def faster(speeds: list[Speed], ours: str, theirs: str, which: str, goal: float | None) -> Figure:
+def faster(speeds: list[Speed], ours: str, theirs: str, which: str, goal: float) -> Figure:
     """Return the rate of ``ours`` over that of ``theirs``."""
     by_name = {speed.name: speed for speed in speeds}
     rates = [by_name[name].save_rate if which == "save" else by_name[name].load_rate for name in (ours, theirs)]

@@ -83,9 +83,8 @@ NAVIGATION = {
     ],
     "Understand": [
         "Architecture <explanation/architecture>",
-        "Chunks and subchunks <explanation/chunks>",
+        "Chunks <explanation/chunks>",
         "Ranks together <explanation/ranks>",
-        "Exchange between ranks <explanation/exchange>",
         "Scale <explanation/scale>",
         "Commit <explanation/commit>",
         "Crashes <explanation/crashes>",

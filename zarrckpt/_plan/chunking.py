@@ -48,7 +48,7 @@ def default_min_piece_bytes(ranks: int) -> int:
     """Return the size in bytes below which pieces of several ranks are merged into one chunk by default.
 
     It grows with the number of ranks: an object store takes a fixed number of puts per second from all ranks together,
-    but each rank adds bandwidth for sending pieces. ``docs/explanation/exchange.md`` has the measurements.
+    but each rank adds bandwidth for sending pieces. ``docs/explanation/chunks.md`` has the reasons.
     """
     return min(ranks * (256 << 10), FILL_BYTES // 2)
 
