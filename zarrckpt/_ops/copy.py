@@ -30,7 +30,7 @@ from zarrckpt._ops.copy_plan import KEEP, Changes, ChunksOption, changed, parse_
 from zarrckpt._ops.rechunk import EncodedChunk, choose_writers, rewrite_chunk
 from zarrckpt._read.casts import DTypeOption, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.selection import open_selection
+from zarrckpt._read.selection import catalog_of, open_selection
 from zarrckpt._reports import CopyReport
 from zarrckpt._store import Buffer, Store, StoreSpec, Url
 
@@ -84,8 +84,9 @@ def copy(
     chunks, only the necessary parts of the source are read.
     """
     part = open_selection(source)
+    catalog = catalog_of(part)
     changes = parse_changes(
-        part._catalog.root,
+        catalog.root,
         part,
         part.url,
         chunks=chunks,
@@ -96,7 +97,7 @@ def copy(
     )
     target = StoreSpec(url, storage_options).open()
     report = _copy_entries(
-        part._catalog,
+        catalog,
         list(part),
         target,
         changes,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,14 @@ class Catalog:
     def store(self) -> Store:
         """The checkpoint's store. A forked child opens its own."""
         return self._spec.open()
+
+    @cached_property
+    def zarr_store(self) -> Any:
+        """The read-only Zarr store of this checkpoint, for zarr-python and xarray."""
+        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
+        from zarrckpt._read.zarr_view import StrictStore
+
+        return StrictStore(self)
 
     def checksums(self, node: ArrayNode) -> RawArray:
         """Return an array's part of the table of checksums (uint32, chunks and their subchunks in C order)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from zarrckpt._errors import KeyMismatchError
@@ -79,10 +78,7 @@ class Selection(Mapping[str, Any]):
         return self._part(fqn for fqn in wanted if fqn not in dropped)
 
     def _part(self, names: Iterable[str]) -> Self:
-        part = type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
-        if "_zarr_store" in self.__dict__:
-            part.__dict__["_zarr_store"] = self._zarr_store
-        return part
+        return type(self)(self._catalog, allow_pickle=self._allow_pickle, names=names)
 
     def __getitem__(self, fqn: str) -> Any:
         self._check_entry(fqn)
@@ -152,14 +148,17 @@ class Selection(Mapping[str, Any]):
         node = root.tensors[fqn].under(root.tree)
         # Built from the root's consolidated metadata, without a request.
         document: Any = copy.deepcopy(node.document())
-        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
+        return zarr.Array(AsyncArray(document, StorePath(self._catalog.zarr_store, node.path)))
 
-    @cached_property
-    def _zarr_store(self) -> Any:
-        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._read.zarr_view import StrictStore
 
-        return StrictStore(self._catalog)
+def catalog_of(entries: Selection) -> Catalog:
+    """Return the opened checkpoint that the entries belong to."""
+    return entries._catalog
+
+
+def part_of(entries: Selection, names: Iterable[str]) -> Selection:
+    """Return the entries with these names, in this order."""
+    return entries._part(names)
 
 
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:

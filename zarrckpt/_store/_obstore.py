@@ -53,7 +53,7 @@ class ObstoreStore(ClientStore):
     max_concurrency = CONCURRENCY
 
     def __init__(self, client: Client, url: str) -> None:
-        super().__init__(url, client.prefix, client.honoured, secrets=client.known_secrets)
+        super().__init__(url, client.prefix, client.conditions, secrets=client.known_secrets)
         self._client = client
         self._bucket = client.bucket
 
@@ -151,7 +151,7 @@ class ObstoreStore(ClientStore):
                 return False
             return True
 
-        if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
+        if (self._conditions.creates if mode == "create" else self._conditions.matches) is None:
             # If a server has no conditions, obstore would repeat the put for more than a minute.
             try:
                 return self.call(what, partial(put, "impatient"))
