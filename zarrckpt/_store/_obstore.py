@@ -240,11 +240,6 @@ class ObstoreStore(ClientStore):
             return "Check that the bucket (or container) exists, and that endpoint and region are those of the bucket"
         return "Check the endpoint, the region and the network. After a refusal check the credentials"
 
-    def failure(self, what: str, error: BaseException) -> StorageError:
-        # The request for the region uses no proxy. If a proxy is needed, it would not arrive.
-        may_ask = not self._bucket.is_proxied
-        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
-
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._bucket.ask, request), key)
 

@@ -23,7 +23,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
-from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
+from zarrckpt._store._redirects import restrict_redirects
 from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import ParsedUrl
@@ -99,8 +99,6 @@ class Bucket:
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
-        self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
-        """Whether the caller passes a proxy."""
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
         self._out, self._server = out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
