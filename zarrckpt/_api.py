@@ -85,12 +85,7 @@ def save(
     objects.refuse_swapped_arguments(state, url, "save")
     ranks = Ranks(process_group, no_dist=no_dist)
     request = SaveRequest.from_arguments(
-        url,
-        options,
-        overwrite=overwrite,
-        metadata=metadata,
-        storage_options=storage_options,
-        progress=progress,
+        url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
     )
     if no_dist:
         objects.refuse_collective_objects(state)
@@ -144,7 +139,7 @@ def load(
     the optimizer, not ``optimizer.state_dict()``. Values loaded into a dict without another reference are lost when the
     call returns, and a warning names the dict.
 
-    Returns a :class:`LoadReport` of this rank.
+    Returns a :class:`LoadReport` of this rank. An error on one rank is raised on all ranks.
 
     Raises:
         CheckpointNotFoundError: no checkpoint is committed. The message names an unfinished save.
@@ -155,8 +150,6 @@ def load(
         CorruptCheckpointError, CheckpointReplacedError, StorageError: the checkpoint is damaged, another save replaced
             it during the load, or the store failed after its retries. The targets are undefined.
         TypeError, ValueError: an argument has a wrong type or value.
-
-    An error on one rank is raised on all ranks.
     """
     objects.refuse_swapped_arguments(state, url, "load")
     references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too

@@ -40,7 +40,7 @@ from zarrckpt import (
     UnsupportedValueError,
 )
 from zarrckpt._format.json_values import MAX_DEPTH, NOT_JSON, decode_json, encode_json, json_size
-from zarrckpt._format.values import Blob, decode_blob, encode_blob, find_tensors
+from zarrckpt._format.values import Blob, EncodedValue, decode_blob, encode_blob, find_tensors
 
 
 def same(one: Any, other: Any) -> bool:
@@ -79,9 +79,9 @@ def through_text(document: object) -> object:
 
 
 def through_blob(value: object, encoding: str | None = None, *, allow_pickle: bool = False) -> Any:
-    blob = encode_blob("some_key", value)
+    blob = EncodedValue(blob=encode_blob("some_key", value)).blob_to_store("some_key")
+    assert blob is not None and type(blob.payload) is bytes
     assert encoding is None or blob.encoding == encoding
-    assert type(blob.payload) is bytes
     payload = bytearray(blob.payload)
     restored = decode_blob("some_key", blob.encoding, blob.kind, payload, allow_pickle=allow_pickle)
     payload[:] = bytes(len(payload))  # no restored value may refer to these bytes

@@ -120,8 +120,6 @@ class Faults:
     """One request that fails."""
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By kind of request: all get an error of this status and code."""
-    region: str = ""
-    """The region of all buckets, in a header of each answer."""
     accepts_key: Callable[[str, Request], bool] = lambda key, request: True
     """Requests whose access key it does not accept get a 400 ExpiredToken."""
     resets: int = 0
@@ -277,8 +275,6 @@ class S3Server:
             if self.faults.latency:
                 time.sleep(self.faults.latency)
             answer = self.answer(request, body)
-            if self.faults.region:
-                answer.headers["x-amz-bucket-region"] = self.faults.region
             status, sent = answer.status, answer.nbytes
             return self._send(wire, request, answer) and request.headers.get("connection", "").lower() != "close"
         finally:

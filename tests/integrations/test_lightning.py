@@ -19,7 +19,7 @@ from harness.store_servers import S3Place
 from launched import launch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -33,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import zarrckpt
 from zarrckpt.integrations.lightning import (
     ZarrCheckpointIO,
+    ZarrFSDPStrategy,
     ZarrModelCheckpoint,
     ZarrModelParallelStrategy,
     _plugin_of,
@@ -302,6 +303,16 @@ def test_averages_of_weights_are_restored_bit_for_bit(averaging: str, tmp_path: 
     assert min(resumed[2]) == ((1, 2) if amid else (3, 0))
     for one, other in zip(whole[:2], resumed[:2], strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO(ZarrCheckpointIO()), TorchCheckpointIO()])
+def test_a_sharded_strategy_refuses_other_plugins(plugin: CheckpointIO) -> None:
+    with pytest.raises(TypeError, match=f"ZarrFSDPStrategy needs a ZarrCheckpointIO.*{type(plugin).__name__}"):
+        ZarrFSDPStrategy(checkpoint_io=plugin)
+    with pytest.raises(TypeError, match=f"needs a ZarrCheckpointIO.*{type(plugin).__name__}"):
+        ZarrModelParallelStrategy().checkpoint_io = plugin
+    own = ZarrCheckpointIO()
+    assert ZarrFSDPStrategy(checkpoint_io=own).checkpoint_io is own
 
 
 @pytest.mark.parametrize(

@@ -711,21 +711,19 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Server) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"regoin": "x"}, "did you mean 'region'"),
-        ({"client_options": {"time_out": 3}}, "'time_out'.*'timeout'"),
+        ({"regoin": "x"}, "'regoin'.*not known.*'backend': 'fsspec'"),
+        ({"client_options": {"time_out": 3}}, r"client_options\['time_out'\]"),
         ({"client_options": "{}"}, "client_options.*mapping"),
-        ({"client_options": {"region": "x"}}, r"storage_options\['region'\]"),
         ({"retry_config": {"retries": 3}}, "max_retries"),
         ({"retry_config": {"backoff": {"bas": 9}}}, "'bas'"),
         ({"region": ["x"]}, "option region"),
         ({"key": ["x"], "secret": "s"}, "option key"),
-        ({"client_kwargs": {"region_name": "x"}}, "client_kwargs.*no nested options.*'backend': 'fsspec'"),
+        ({"client_kwargs": {"region_name": "x"}}, "client_kwargs is a dict.*'backend': 'fsspec'"),
         ({"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs.*'backend': 'fsspec'"),
         ({"client_kwargs": "{}"}, "client_kwargs"),
         ({"use_listings_cache": False}, "use_listings_cache.*'backend': 'fsspec'"),
         ({"session": object()}, "session.*'backend': 'fsspec'"),
         ({"completely_different": 1}, "completely_different.*'backend': 'fsspec'"),
-        ({"requester_pays": True}, "did you mean 'request_payer'"),
         ({"region": "a", "aws_region": "b"}, "'region' and 'aws_region'"),
         ({"endpoint_url": "minio:9000"}, "http://"),
         ({"server_side_encryption": "nonsense"}, "nonsense"),
@@ -736,13 +734,6 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Server) -> None:
 def test_unsupported_options_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
         open_store("s3://bucket", storage_options={"anon": "key" not in options, **options})
-
-
-def test_no_option_is_suggested_that_the_cloud_does_not_have() -> None:
-    for name in ("profile", "region", "request_payer"):
-        with pytest.raises(StorageError) as caught:
-            open_store("gs://bucket", storage_options={name: "x", "anon": True})
-        assert repr(name) in str(caught.value) and "did you mean" not in str(caught.value)
 
 
 KEYS = {"key": "k", "secret": "s"}

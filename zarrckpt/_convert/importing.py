@@ -88,12 +88,7 @@ def import_checkpoint(
     if len(flat) < len(selected):
         raise CorruptCheckpointError(f"{path} has two entries with one name")
     request = SaveRequest.from_arguments(
-        url,
-        options,
-        overwrite=overwrite,
-        metadata=metadata,
-        storage_options=storage_options,
-        progress=progress,
+        url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
     )
     ranks = Ranks(no_dist=True)
     return save_on_ranks(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)

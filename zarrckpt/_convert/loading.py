@@ -10,7 +10,7 @@ import torch
 
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress
-from zarrckpt._read.selection import Selection
+from zarrckpt._read.selection import Selection, catalog_of
 from zarrckpt._state.flatten import build
 from zarrckpt._state.tensors import torch_dtype
 
@@ -29,7 +29,7 @@ def load_nested(
     device = torch.device(device)  # a wrong name of a device fails before anything is read
     values = dict(entries.non_tensors)
     arrays = entries.tensors.read(max_inflight_bytes=max_inflight_bytes, progress=progress)
-    nodes = entries._catalog.root.tensors
+    nodes = catalog_of(entries).root.tensors
     for fqn in list(arrays):
         # One after the other, so that the CPU memory of each tensor is freed once it is on the device.
         array = arrays.pop(fqn)

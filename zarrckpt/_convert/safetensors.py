@@ -23,7 +23,7 @@ from zarrckpt._read.arrays import batches, read_in_order
 from zarrckpt._read.casts import DTypeOption, cast_elements, plan_casts, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
-from zarrckpt._read.selection import open_selection
+from zarrckpt._read.selection import catalog_of, open_selection
 from zarrckpt._reports import ExportReport
 from zarrckpt._store import Url
 from zarrckpt._store._whole_files import local_path, new_files, refuse_existing
@@ -94,7 +94,7 @@ def to_safetensors(
     ``__metadata__``. Raises StorageError, also if such files exist, and the errors of :meth:`Checkpoint.read`.
     """
     part = open_selection(source, storage_options).select(*patterns).tensors
-    catalog, names = part._catalog, {fqn: path.fqn for fqn, path in export_paths(part, strip).items()}
+    catalog, names = catalog_of(part), {fqn: path.fqn for fqn, path in export_paths(part, strip).items()}
     if not names:
         raise KeyMismatchError(
             f"the selected entries of {part.url} have no tensor, and safetensors files cannot hold values"

@@ -28,7 +28,7 @@ from zarrckpt._ranks.errors import wrap_foreign_errors
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
-from zarrckpt._read.selection import open_selection
+from zarrckpt._read.selection import catalog_of, open_selection
 from zarrckpt._reports import ExportReport
 from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import Url
@@ -66,7 +66,7 @@ def to_dcp(
     Raises the errors of :func:`to_torch_save`.
     """
     part = open_selection(source, storage_options).select(*patterns)
-    catalog, tensors, values = part._catalog, part.tensors, dict(part.non_tensors)
+    catalog, tensors, values = catalog_of(part), part.tensors, dict(part.non_tensors)
     paths, target = export_paths(part, strip), local_path(folder)
     target = target.rstrip("/") or target
     for fqn in tensors:

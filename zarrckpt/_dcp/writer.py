@@ -84,12 +84,7 @@ class ZarrStorageWriter(StorageWriter):
         progress: Progress | None = None,
     ) -> None:
         self._request = SaveRequest.from_arguments(
-            url,
-            options,
-            overwrite=overwrite,
-            metadata=metadata,
-            storage_options=storage_options,
-            progress=progress,
+            url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
         )
         self.save_id: str | None = None
         """The id of this writer's last save, as in the checkpoint's root document."""

@@ -181,14 +181,14 @@ def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 
-def find_contiguous_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
+def find_contiguous_bytes(node: ArrayNode, index: Ints, number: int, box: Box, target: BoxTarget) -> RawArray | None:
     """Return a view of the bytes of a target that a subchunk fills, or None if they are not contiguous.
 
     The target has the shape of the box.
     """
     if not isinstance(target, np.ndarray):
         return None
-    own = elements_of(node, chunk, number)
+    own = elements_of(node, index, number)
     if own == box:
         return bytes_of(target) if target.flags.c_contiguous else None
     inside = own.slices(box.offset)
@@ -198,12 +198,12 @@ def find_contiguous_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, t
     return bytes_of(part) if part.flags.c_contiguous else None
 
 
-def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: BoxTarget) -> int:
+def copy_shared(node: ArrayNode, index: Ints, number: int, data: RawArray, box: Box, target: BoxTarget) -> int:
     """Copy the elements that a subchunk shares with a box to a target of the box's shape. Return the bytes copied.
 
     ``data`` has the bytes of the elements of the subchunk.
     """
-    own = elements_of(node, chunk, number)
+    own = elements_of(node, index, number)
     shared = intersect(own, box)
     if shared is None:
         return 0
@@ -212,10 +212,10 @@ def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: 
     return shared.size * node.dtype.itemsize
 
 
-def elements_of(node: ArrayNode, chunk: Ints, number: int) -> Box:
+def elements_of(node: ArrayNode, index: Ints, number: int) -> Box:
     """Return the box of a subchunk in the array, including padding."""
     box = node.grid.subchunk_box(number)
-    origin = tuple(c * n for c, n in zip(chunk, node.grid.chunk_shape, strict=True))
+    origin = tuple(c * n for c, n in zip(index, node.grid.chunk_shape, strict=True))
     if node.grid.subchunk_shape is None:
         return Box(origin, box.shape)
     return Box(tuple(map(sum, zip(origin, box.offset, strict=True))), box.shape)

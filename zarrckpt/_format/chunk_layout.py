@@ -117,10 +117,10 @@ class ChunkTable:
             self._begins = [0, *itertools.accumulate(sizes.tolist())]
 
     @classmethod
-    def of(cls, node: ArrayNode, chunk: Ints, checksums: RawArray, sizes: RawArray | None = None) -> ChunkTable:
+    def of(cls, node: ArrayNode, index: Ints, checksums: RawArray, sizes: RawArray | None = None) -> ChunkTable:
         """Return the table of one chunk. ``checksums`` and ``sizes`` have the elements of the whole array."""
         count = node.grid.subchunks_per_chunk
-        first = node.grid.chunk_number(chunk) * count
+        first = node.grid.chunk_number(index) * count
         own = slice(first, first + count)
         return cls(node, checksums[own], None if sizes is None else sizes[own])
 

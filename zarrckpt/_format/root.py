@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -142,8 +142,9 @@ class Root:
 
     def state_path(self, fqn: str) -> StatePath:
         """Return the path of an entry in the state dict. Raises CorruptCheckpointError if its keys do not fit it."""
-        found = self._state_paths.get(fqn)
-        return found if found is not None else self._state_paths.setdefault(fqn, self._state_path(fqn))
+        if fqn not in self._state_paths:
+            self._state_paths[fqn] = self._make_state_path(fqn)
+        return self._state_paths[fqn]
 
     def __getstate__(self) -> dict[str, Any]:
         # Without cached properties.
@@ -154,7 +155,7 @@ class Root:
         """The cache of :meth:`state_path`, by fqn."""
         return {}
 
-    def _state_path(self, fqn: str) -> StatePath:
+    def _make_state_path(self, fqn: str) -> StatePath:
         names = self.node_path(fqn).split("/")
         containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
         keys: list[object] = list(self.keys.get(fqn, names))
@@ -198,11 +199,7 @@ class Root:
             "entries": {fqn: self._entry_json(fqn, entry) for fqn, entry in self.entries.items()},
             "keys": {fqn: [json_values.encode_json(key) for key in keys] for fqn, keys in self.keys.items()},
             "containers": dict(self.containers),
-            "tables": {
-                name: {"length": table.length, "crc32c": table.crc32c}
-                for name, table in tables.items()
-                if table is not None
-            },
+            "tables": {name: asdict(table) for name, table in tables.items() if table is not None},
         }
         if self.metadata:
             members["metadata"] = json_values.encode_json(dict(self.metadata))
@@ -216,8 +213,7 @@ class Root:
             kind = {} if entry.kind is None else {"kind": entry.kind}
             return {"path": entry.array.path, "encoding": entry.encoding, **kind}
         stack = self.stacks.get(fqn)
-        extra: Json = {} if stack is None else {"ranks": spans(stack.ranks), "level": stack.level}
-        return {"path": entry.path, **extra}
+        return {"path": entry.path} | ({} if stack is None else {"ranks": spans(stack.ranks), "level": stack.level})
 
 
 def parent_groups(paths: Iterable[str]) -> set[str]:
@@ -265,6 +261,10 @@ def parse_root(data: bytes, where: str) -> Root:
     software = members.mapping("software")
     if not all(isinstance(version, str) for version in software.values()):
         raise members.fail("software", software, "an object of strings")
+    containers = members.mapping("containers")
+    for path, kind in containers.items():
+        if kind not in (LIST, ORDERED_DICT):
+            raise members.fail(f"container {path!r:.200}", kind, f"{LIST!r} or {ORDERED_DICT!r}")
     nodes = _consolidated(document, tree, where)
     parsed = _Entries(members, nodes)
     root = Root(
@@ -276,7 +276,7 @@ def parse_root(data: bytes, where: str) -> Root:
         software=software,
         world_size=members.count("world_size", 1),
         keys={fqn: parsed.keys(fqn, keys) for fqn, keys in members.mapping("keys").items()},
-        containers=_containers(members),
+        containers=containers,
         stacks=parsed.stacks,
         metadata=parse_metadata(members.own.get("metadata", {}), where),
         **_tables(members, nodes.values()),
@@ -316,14 +316,6 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
         odd = sorted(groups ^ expected)
         raise CorruptCheckpointError(f"{where}: groups and arrays do not match, e.g. {odd[:3]!r:.200}")
     return nodes
-
-
-def _containers(members: Members) -> dict[str, str]:
-    containers = members.mapping("containers")
-    for path, kind in containers.items():
-        if kind not in (LIST, ORDERED_DICT):
-            raise members.fail(f"container {path!r:.200}", kind, f"{LIST!r} or {ORDERED_DICT!r}")
-    return containers
 
 
 def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:

@@ -29,7 +29,6 @@ import io
 import math
 import pickle
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from zarrckpt._errors import (
     UnsafeValueError,
     UnsupportedFormatError,
     UnsupportedValueError,
+    warn,
 )
 from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._format.json_values import (
@@ -96,7 +96,7 @@ class EncodedValue:
         if encoded is not NOT_JSON:
             return cls(json=encoded, is_empty=is_empty)
         try:
-            return cls(blob=_encoded_blob(fqn, value), is_empty=is_empty)
+            return cls(blob=encode_blob(fqn, value), is_empty=is_empty)
         except Exception as err:
             return cls(failure=err, is_empty=is_empty)
 
@@ -110,7 +110,10 @@ class EncodedValue:
         if self.blob is None:
             return None if json_size(self.json) <= MAX_JSON_VALUE else _tree_blob(self.json, [])
         if self.blob.encoding == "pickle":
-            _warn_of_pickle(fqn, self.blob)
+            warn(
+                f"{fqn!r} of type {self.blob.kind} is saved as a pickle, which loads only with allow_pickle=True. "
+                "Numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load"
+            )
         return self.blob
 
 
@@ -118,19 +121,11 @@ def encode_blob(fqn: str, value: object) -> Blob:
     """Return any value as bytes, in the first of the module's encodings that supports it.
 
     ``torch`` is used only if torch has been imported. The result is loaded once to check that it loads safely. A tensor
-    inside a value is stored with its whole storage, as in ``torch.save``, so clone small views of large tensors. Warns
-    with the key and the type if only pickle supports the value.
+    inside a value is stored with its whole storage, as in ``torch.save``, so clone small views of large tensors.
 
     Raises UnsupportedValueError for values that pickle refuses too, for sharded tensors inside a value, and for NumPy
     strings that end in nulls. The payload shares no memory with a mutable value.
     """
-    blob = _encoded_blob(fqn, value)
-    if blob.encoding == "pickle":
-        _warn_of_pickle(fqn, blob)
-    return blob
-
-
-def _encoded_blob(fqn: str, value: object) -> Blob:
     try:
         blob = _encode_item(value) or _encode_tree(value)
     except _EndsInNulls as err:
@@ -300,10 +295,6 @@ def _decode_item(encoding: object, kind: object, payload: memoryview) -> Any:
         return array
     if array.shape != ():
         raise CorruptCheckpointError(f"found an array with shape {array.shape}, expected () for a scalar")
-    return _scalar(array)
-
-
-def _scalar(array: Any) -> Any:
     try:
         return array[()]
     except (ValueError, TypeError, OverflowError, SystemError) as err:  # for example, invalid code points
@@ -419,7 +410,9 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
     try:
         return load_torch(io.BytesIO(payload))
     except Exception as err:  # a parser on any input
-        refused = _refused_globals(torch, payload)
+        refused: list[str] = []
+        with contextlib.suppress(Exception):  # a parser on any input
+            refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload)))
         if refused:
             raise UnsafeValueError(
                 f"the value {fqn!r} needs {', '.join(refused):.400}, which torch does not load by default. If they are "
@@ -428,13 +421,6 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
         raise CorruptCheckpointError(
             f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}: {err!s:.200}"
         ) from err
-
-
-def _refused_globals(torch: Any, payload: memoryview) -> list[str]:
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload)))
-    except Exception:  # a parser on any input
-        return []
 
 
 def _encode_pickle(fqn: str, value: object) -> Blob:
@@ -446,15 +432,6 @@ def _encode_pickle(fqn: str, value: object) -> Blob:
             "as plain values"
         ) from err
     return Blob("pickle", payload, _type_name(value))
-
-
-def _warn_of_pickle(fqn: str, blob: Blob) -> None:
-    warnings.warn(
-        f"{fqn!r} of type {blob.kind} is saved as a pickle, which loads only with allow_pickle=True. "
-        "Numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load",
-        UserWarning,
-        stacklevel=3,
-    )
 
 
 def _decode_pickle(fqn: str, kind: str | None, payload: memoryview, allow_pickle: bool) -> Any:

@@ -11,7 +11,7 @@ from zarrckpt._inspect.differences import Difference, comparable, tensor_differe
 from zarrckpt._inspect.info import entry_texts
 from zarrckpt._inspect.value_changes import comparison_key, describe_change
 from zarrckpt._jobs import Progress
-from zarrckpt._read.selection import Selection, open_selection
+from zarrckpt._read.selection import Selection, catalog_of, open_selection
 from zarrckpt._store import Url
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def diff(
     names = names_of_both(a, b, patterns)
     changed, same = entry_changes(a, b, names)
     here, there = [fqn for fqn in names if fqn not in b], [fqn for fqn in names if fqn not in a]
-    tensors, groups = tensor_differences(a._catalog, b._catalog, same, progress)
+    tensors, groups = tensor_differences(catalog_of(a), catalog_of(b), same, progress)
     return Difference(tuple(here), tuple(there), changed, tensors, groups)
 
 
@@ -58,7 +58,7 @@ def entry_changes(
     one: Selection, other: Selection, names: Iterable[str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
     """Return texts of differences other than in numbers, and the names of tensors with comparable numbers."""
-    arrays, others = one._catalog.root.tensors, other._catalog.root.tensors
+    arrays, others = catalog_of(one).root.tensors, catalog_of(other).root.tensors
     changed, same = {}, []
     for fqn in (name for name in names if name in one and name in other):
         if fqn in arrays and fqn in others and comparable(arrays[fqn], others[fqn]):
@@ -70,14 +70,14 @@ def entry_changes(
 
 def _describe_entries(one: Selection, other: Selection, fqn: str) -> tuple[str, str] | None:
     """Describe the difference of an entry other than two comparable tensors, or return None."""
-    a, b = one._catalog.root.entries[fqn], other._catalog.root.entries[fqn]
+    a, b = catalog_of(one).root.entries[fqn], catalog_of(other).root.entries[fqn]
     if isinstance(a, ValueEntry) and isinstance(b, ValueEntry):
         values = one[fqn], other[fqn]
         return None if comparison_key(values[0]) == comparison_key(values[1]) else describe_change(*values)
     texts = _describe_entry(one, fqn), _describe_entry(other, fqn)
     if not (isinstance(a, BlobEntry) and isinstance(b, BlobEntry)):
         return texts
-    sums = one._catalog.checksums(a.array).tolist(), other._catalog.checksums(b.array).tolist()
+    sums = catalog_of(one).checksums(a.array).tolist(), catalog_of(other).checksums(b.array).tolist()
     if texts[0] == texts[1]:  # Blobs are compared by checksum and never decoded.
         if sums[0] == sums[1]:
             return None
@@ -88,6 +88,6 @@ def _describe_entries(one: Selection, other: Selection, fqn: str) -> tuple[str, 
 
 def _describe_entry(entries: Selection, fqn: str) -> str:
     """Describe an entry: dtype and shape, the value, or encoding, kind and size of a blob."""
-    entry = entries._catalog.root.entries[fqn]
+    entry = catalog_of(entries).root.entries[fqn]
     text = " ".join(entry_texts(entries, fqn)[1:3])
     return f"{text}, {entry.array.nbytes:,} bytes" if isinstance(entry, BlobEntry) else text

@@ -209,22 +209,6 @@ class DifferenceSums:
         return root(Fraction(self.apart) / self.ones) if self.ones else math.inf
 
 
-def tensor_sums(
-    one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
-) -> dict[str, DifferenceSums]:
-    """Compare tensors for which :func:`comparable` is true, in bounded memory. Their chunks may differ."""
-
-    def look(fqn: str, box: Box) -> DifferenceSums:
-        sums = DifferenceSums()
-        sums.add(read_part(one, fqn, box), read_part(other, fqn, box), 0, box)
-        return sums
-
-    found = {fqn: DifferenceSums() for fqn in fqns}
-    for fqn, sums in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in found}, look, progress):
-        found[fqn].join(sums)
-    return found
-
-
 def group_differences(
     sums: Mapping[str, DifferenceSums], found: Mapping[str, TensorDifference]
 ) -> dict[str, GroupDifference]:
@@ -244,8 +228,19 @@ def group_differences(
 def tensor_differences(
     one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
 ) -> tuple[dict[str, TensorDifference], dict[str, GroupDifference]]:
-    """Compare tensors for which :func:`comparable` is true. Returns the differences, and the totals of groups."""
-    sums = tensor_sums(one, other, fqns, progress)
+    """Compare tensors for which :func:`comparable` is true, in bounded memory. Their chunks may differ.
+
+    Returns the differences, and the totals of groups.
+    """
+
+    def look(fqn: str, box: Box) -> DifferenceSums:
+        found = DifferenceSums()
+        found.add(read_part(one, fqn, box), read_part(other, fqn, box), 0, box)
+        return found
+
+    sums = {fqn: DifferenceSums() for fqn in fqns}
+    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in sums}, look, progress):
+        sums[fqn].join(part)
     found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
     return found, group_differences(sums, found)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from zarrckpt._inspect.info import CheckpointInfo, checkpoint_info, entry_texts
-from zarrckpt._read.selection import Selection
+from zarrckpt._read.selection import Selection, part_of
 from zarrckpt._reports import count_text, size_text, software_text, time_text
 
 _MAX_ROWS = 200
@@ -45,7 +45,7 @@ def as_html(entries: Selection) -> str:
     """
     groups = entries.groups
     in_groups = {fqn for part in groups.values() for fqn in part}
-    rest = entries._part(fqn for fqn in entries if fqn not in in_groups)
+    rest = part_of(entries, (fqn for fqn in entries if fqn not in in_groups))
     shown = [*groups.items(), *([("(no group)", rest)] if rest else [])]
     largest = max((part.nbytes for _, part in shown), default=0)
     parts = "".join(_group(name, part, largest) for name, part in shown)

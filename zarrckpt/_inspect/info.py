@@ -13,7 +13,7 @@ from zarrckpt._format.metadata import RESERVED, run_of
 from zarrckpt._format.root import BlobEntry, Root
 from zarrckpt._format.sealed import FORMAT
 from zarrckpt._inspect.value_changes import shorten
-from zarrckpt._read.selection import Selection
+from zarrckpt._read.selection import Selection, catalog_of
 from zarrckpt._reports import size_text, value_text
 
 STEPS = ("step", "global_step", "iteration")
@@ -120,7 +120,7 @@ def entry_info(root: Root, fqn: str) -> EntryInfo:
 
 def entry_texts(entries: Selection, fqn: str) -> tuple[str, str, str, str]:
     """Return the name, dtype or kind, shape or value, and size of an entry as texts. No request."""
-    entry = entries._catalog.root.entries[fqn]
+    entry = catalog_of(entries).root.entries[fqn]
     if isinstance(entry, ArrayNode):
         return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
     if isinstance(entry, BlobEntry):
@@ -130,7 +130,7 @@ def entry_texts(entries: Selection, fqn: str) -> tuple[str, str, str, str]:
 
 def checkpoint_info(entries: Selection) -> CheckpointInfo:
     """Return the facts and sizes of an open checkpoint, see :attr:`Checkpoint.info`."""
-    catalog = entries._catalog
+    catalog = catalog_of(entries)
     try:
         stored = sum(catalog.stored_nbytes(node) for node in catalog.root.arrays(entries))
     except CheckpointError:

@@ -8,19 +8,20 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.documents import join
 from zarrckpt._format.root import Root, ValueEntry
 from zarrckpt._inspect.info import info_of
-from zarrckpt._read.selection import Selection
+from zarrckpt._read.selection import Selection, catalog_of
 
 
 def open_tree(entries: Selection, group: str) -> Any:
     """Open a DataTree, see :meth:`Checkpoint.to_xarray`. No request: the consolidated metadata is in the root."""
     import xarray
 
-    url, root, names = entries.url, entries._catalog.root, list(entries)
+    catalog = catalog_of(entries)
+    url, root, names = entries.url, catalog.root, list(entries)
     path = _group_path(url, root, names, group)
     inside = f"{path}/" if path else ""
     selected = {node.path.removeprefix(inside) for node in root.arrays(names) if node.path.startswith(inside)}
     group_path = join(root.tree, path) or None
-    tree: Any = xarray.open_datatree(entries._catalog.zarr_store, engine="zarr", group=group_path, zarr_format=3)
+    tree: Any = xarray.open_datatree(catalog.zarr_store, engine="zarr", group=group_path, zarr_format=3)
     if len(names) < len(root.entries):
         tree = _select_variables(tree, selected)
     # These replace the root's own attributes, the table of all entries, which xarray would show with the tree.

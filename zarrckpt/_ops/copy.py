@@ -26,11 +26,11 @@ from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, check_limits, run_jobs
-from zarrckpt._ops.copy_plan import KEEP, Changes, ChunksOption, changed, parse_changes
+from zarrckpt._ops.copy_plan import KEEP, ChunksOption, changed, parse_changes
 from zarrckpt._ops.rechunk import EncodedChunk, choose_writers, rewrite_chunk
 from zarrckpt._read.casts import DTypeOption, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.selection import open_selection
+from zarrckpt._read.selection import catalog_of, open_selection
 from zarrckpt._reports import CopyReport
 from zarrckpt._store import Buffer, Store, StoreSpec, Url
 
@@ -84,8 +84,9 @@ def copy(
     chunks, only the necessary parts of the source are read.
     """
     part = open_selection(source)
+    catalog = catalog_of(part)
     changes = parse_changes(
-        part._catalog.root,
+        catalog.root,
         part,
         part.url,
         chunks=chunks,
@@ -95,46 +96,25 @@ def copy(
         portable_dtypes=portable_dtypes,
     )
     target = StoreSpec(url, storage_options).open()
-    report = _copy_entries(
-        part._catalog,
-        list(part),
-        target,
-        changes,
-        overwrite=overwrite,
-        max_inflight_bytes=max_inflight_bytes,
-        progress=progress,
-    )
-    warn_of_overflow(report.overflowed)
-    return report
-
-
-def _copy_entries(
-    source: Catalog,
-    names: Sequence[str],
-    target: Store,
-    changes: Changes,
-    *,
-    overwrite: bool,
-    max_inflight_bytes: int,
-    progress: Progress | None,
-) -> CopyReport:
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
-    root = dataclasses.replace(changed(select_entries(source.root, names), changes), save_id=new_id(), tree="")
+    root = dataclasses.replace(changed(select_entries(catalog.root, list(part)), changes), save_id=new_id(), tree="")
     marker = dataclasses.replace(marker_of(root), started=now())
     attempt = attempts.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
-    copy = _Copy(source, root, target, max_inflight_bytes, progress)
+    running = _Copy(catalog, root, target, max_inflight_bytes, progress)
     try:
         with attempts.report_lost_commit(target, attempt):
-            copy.run()
-            root = copy.finish()
+            running.run()
+            root = running.finish()
     except BaseException as err:
         attempts.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
         raise
     attempts.commit(target, attempt, root)
     attempts.clean_up(target, attempt)
-    return copy.report(began, changes.casts.uncast)
+    report = running.report(began, changes.casts.uncast)
+    warn_of_overflow(report.overflowed)
+    return report
 
 
 def select_entries(root: Root, names: Sequence[str]) -> Root:

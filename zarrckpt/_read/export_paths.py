@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.state_path import DICT, LIST, StatePath
-from zarrckpt._read.selection import Selection
+from zarrckpt._read.selection import Selection, catalog_of
 
 MAX_EXPORT_BYTES = 128 << 20
 """Default bound of the memory for an export's data in flight."""
@@ -17,7 +17,7 @@ def export_paths(entries: Selection, prefix: str) -> dict[str, StatePath]:
 
     Raises UnsupportedValueError if two entries would have one name, or one entry would be below another.
     """
-    found = {fqn: _without(entries._catalog.root.state_path(fqn), prefix) for fqn in entries}
+    found = {fqn: _without(catalog_of(entries).root.state_path(fqn), prefix) for fqn in entries}
     above = {tuple(map(str, path[:depth])) for path in found.values() for depth in range(1, len(path))}
     taken: dict[str, str] = {}
     for fqn, path in found.items():

@@ -153,6 +153,16 @@ class Selection(Mapping[str, Any]):
         return zarr.Array(AsyncArray(document, StorePath(self._catalog.zarr_store, node.path)))
 
 
+def catalog_of(entries: Selection) -> Catalog:
+    """Return the opened checkpoint that the entries belong to."""
+    return entries._catalog
+
+
+def part_of(entries: Selection, names: Iterable[str]) -> Selection:
+    """Return the entries with these names, in this order."""
+    return entries._part(names)
+
+
 def open_selection(source: Selection | Url, storage_options: Mapping[str, Any] | None = None) -> Selection:
     """Return a source that is open already, or open the checkpoint at its url with these options (one request)."""
     return source if isinstance(source, Selection) else Selection(Catalog(StoreSpec(source, storage_options)))

@@ -159,12 +159,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
         try:
             self.close()
         except CheckpointError as err:
+            if error is None:
+                raise
             log.error("the run %s: %s: %s", self._spec.url, type(err).__name__, err)
 
     @property

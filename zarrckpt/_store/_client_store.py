@@ -26,7 +26,7 @@ class ClientStore(ConditionalStore):
     Args:
         url: the url in messages.
         folder: the folder of all names, without "/" at the end ("" for none).
-        honoured: the server's support of conditional puts, as far as it is known.
+        conditions: the server's support of conditional puts, as far as it is known.
         lock: a lock for conditional puts if the server ignores conditions.
         secrets: texts that no message may contain.
     """
@@ -38,11 +38,11 @@ class ClientStore(ConditionalStore):
         self,
         url: str,
         folder: str,
-        honoured: ConditionSupport,
+        conditions: ConditionSupport,
         lock: AbstractContextManager[Any] | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
-        super().__init__(honoured, lock)
+        super().__init__(conditions, lock)
         self.url = url
         self._folder = folder
         self.secrets = secrets

@@ -50,8 +50,8 @@ class ConditionalStore(Store):
     exclude each other even if the server ignores conditions.
     """
 
-    def __init__(self, honoured: ConditionSupport, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._honoured = honoured
+    def __init__(self, conditions: ConditionSupport, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._conditions = conditions
         self._lock = lock or ForkSafeLock()
         self._warned = False
 
@@ -74,27 +74,27 @@ class ConditionalStore(Store):
             return None
 
     def create(self, key: str, data: bytes) -> None:
-        with nullcontext() if self._honoured.creates else self._lock:
-            if not self._honoured.creates and self._is_own(key, data):
+        with nullcontext() if self._conditions.creates else self._lock:
+            if not self._conditions.creates and self._is_own(key, data):
                 return
             for attempt in range(_PUT_TRIES):
-                if self._honoured.creates is False:
+                if self._conditions.creates is False:
                     self._warn()
                     return self.put(key, [data])
                 try:
                     done = self.put_if_absent(key, data)
                 except NoConditionsError:
-                    self._honoured.creates = False
+                    self._conditions.creates = False
                     continue
                 if done:
-                    if self._honoured.creates is None:
+                    if self._conditions.creates is None:
                         # Repeat the put with the same bytes: it must be refused.
-                        self._honoured.creates = not self.put_if_absent(key, data)
-                        if not self._honoured.creates:
+                        self._conditions.creates = not self.put_if_absent(key, data)
+                        if not self._conditions.creates:
                             self._warn()
                     return
-                if self._honoured.creates is None:
-                    self._honoured.creates = True
+                if self._conditions.creates is None:
+                    self._conditions.creates = True
                 if self._is_own(key, data):
                     return
                 # Refused although the object is absent: another put is in progress, or its object was deleted.
@@ -105,9 +105,9 @@ class ConditionalStore(Store):
         )
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
-        if self._honoured.matches is None:
-            self._honoured.matches = self._server_honours_match()
-        if not self._honoured.matches:
+        if self._conditions.matches is None:
+            self._conditions.matches = self._server_honours_match()
+        if not self._conditions.matches:
             return self._check_and_put(key, data, version)
         for attempt in range(_PUT_TRIES):
             if self.put_if_version(key, data, version):

@@ -127,9 +127,7 @@ _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
-def storage_error(
-    what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "", may_ask: bool = False
-) -> StorageError:
+def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
     """Return a StorageError with a reason and a cause, both without secrets.
 
     Args:
@@ -138,10 +136,9 @@ def storage_error(
         error: the client's error.
         known: secrets to remove.
         hint: the next step, unless the error's code has a more exact one.
-        may_ask: see :func:`~zarrckpt._store._next_steps.next_step`.
     """
     text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
-    step = next_step(text, is_panic(error), may_ask)
+    step = next_step(text, is_panic(error))
     if not step or refuses_credentials(error):
         # For credentials, the code gives the reason, and the hint names their source.
         step = ". ".join(filter(None, (step, hint)))

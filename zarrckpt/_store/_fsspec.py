@@ -47,7 +47,7 @@ class FsspecStore(ClientStore):
         self.lists_all = not self._traits.http
         traits = self._traits
         creates, matches = None if traits.creates else False, None if traits.s3 else False
-        self._honoured = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
+        self._conditions = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         whole = {"max_concurrency": 1} if self._traits.splits else {}
@@ -111,7 +111,7 @@ class FsspecStore(ClientStore):
             except Exception as error:
                 if _is_refusal(error, condition):
                     return False
-                known = self._honoured.matches if "IfMatch" in condition else self._honoured.creates
+                known = self._conditions.matches if "IfMatch" in condition else self._conditions.creates
                 if condition and known is None and _failures.not_implemented(error):
                     raise NoConditionsError(f"{self.url}: the server has no conditional puts") from None
                 raise

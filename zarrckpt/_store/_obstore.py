@@ -53,7 +53,7 @@ class ObstoreStore(ClientStore):
     max_concurrency = CONCURRENCY
 
     def __init__(self, client: Client, url: str) -> None:
-        super().__init__(url, client.prefix, client.honoured, secrets=client.known_secrets)
+        super().__init__(url, client.prefix, client.conditions, secrets=client.known_secrets)
         self._client = client
         self._bucket = client.bucket
 
@@ -151,7 +151,7 @@ class ObstoreStore(ClientStore):
                 return False
             return True
 
-        if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
+        if (self._conditions.creates if mode == "create" else self._conditions.matches) is None:
             # If a server has no conditions, obstore would repeat the put for more than a minute.
             try:
                 return self.call(what, partial(put, "impatient"))
@@ -239,11 +239,6 @@ class ObstoreStore(ClientStore):
         if isinstance(error, FileNotFoundError):
             return "Check that the bucket (or container) exists, and that endpoint and region are those of the bucket"
         return "Check the endpoint, the region and the network. After a refusal check the credentials"
-
-    def failure(self, what: str, error: BaseException) -> StorageError:
-        # The request for the region uses no proxy. If a proxy is needed, it would not arrive.
-        may_ask = not self._bucket.is_proxied
-        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._bucket.ask, request), key)

@@ -23,7 +23,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
-from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
+from zarrckpt._store._redirects import restrict_redirects
 from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import ParsedUrl
@@ -99,8 +99,6 @@ class Bucket:
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
-        self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
-        """Whether the caller passes a proxy."""
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
         self._out, self._server = out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
@@ -220,7 +218,7 @@ class Client:
     prefix: str
     """The prefix of all keys, without "/" at either end."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
-    honoured: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True))
+    conditions: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True))
     """The server's support of conditional puts, as far as it is known."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
@@ -268,10 +266,10 @@ def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: S
     make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
     if parsed.kind != "s3":
         return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
-    honoured = ConditionSupport(True, True) if _options.is_amazon(out) else support_of(server)
+    conditions = ConditionSupport(True, True) if _options.is_amazon(out) else support_of(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     bucket = _shared_bucket(parsed, out, make)
-    return Client(bucket, parsed.path, out.put, honoured, bulk, known, out.fixed_credentials)
+    return Client(bucket, parsed.path, out.put, conditions, bulk, known, out.fixed_credentials)
 
 
 def _shared_bucket(parsed: ParsedUrl, out: ClientArguments, make: Callable[[], Bucket]) -> Bucket:

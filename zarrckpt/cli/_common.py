@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zarrckpt._errors import one_line
+import zarrckpt
+from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, StorageError, one_line
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -79,8 +80,6 @@ _HEADER = "zarrckpt.header"
 
 def open_checkpoint(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
     """Open the checkpoint at a url, or its entries that match the patterns."""
-    import zarrckpt
-
     with import_hints(url):
         ckpt = zarrckpt.open(url, storage_options=storage_options)
     selected = tuple(patterns)
@@ -100,8 +99,6 @@ def open_second(url: str, target_options: Mapping[str, Any] | None, first: Mappi
 @contextmanager
 def name_target_option() -> Iterator[None]:
     """Replace ``storage_options`` by ``--target-option`` in messages of errors."""
-    from zarrckpt._errors import StorageError
-
     try:
         yield
     except StorageError as err:
@@ -113,8 +110,6 @@ def name_target_option() -> Iterator[None]:
 @contextmanager
 def import_hints(url: str) -> Iterator[None]:
     """Add a hint to the error if the url has other libraries' files instead of a checkpoint."""
-    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
-
     try:
         yield
     except (CheckpointNotFoundError, ForeignObjectsError) as err:

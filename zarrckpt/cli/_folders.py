@@ -6,13 +6,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zarrckpt._commit.discovery import find_checkpoints, number_in
+from zarrckpt._commit.listings import list_below
+from zarrckpt._commit.pins import list_pins
+from zarrckpt._errors import CheckpointError, StorageError, UnsupportedFormatError
+from zarrckpt._format.root import Root
+from zarrckpt._inspect.info import STEPS, info_of
+from zarrckpt._jobs import run_jobs
+from zarrckpt._reports import age_text, size_text
+from zarrckpt._runs.folders import is_name_of, newest_below, step_of
+from zarrckpt._runs.record import read_record
+from zarrckpt._store import StoreSpec
 from zarrckpt.cli._common import print_json, print_line, print_table
-
-if TYPE_CHECKING:
-    from zarrckpt._format.root import Root
-    from zarrckpt._store import StoreSpec
 
 
 @dataclass
@@ -28,10 +35,6 @@ class CheckpointTable:
 
 def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
     """List the checkpoints directly below a url by step, or by the time of the commit if a name has no step."""
-    from zarrckpt._commit.discovery import find_checkpoints, number_in
-    from zarrckpt._errors import StorageError, UnsupportedFormatError
-    from zarrckpt._store import StoreSpec
-
     spec, listing = StoreSpec(url, storage_options), CheckpointTable("checkpoint", [])
     try:
         below = find_checkpoints(spec.open(), unfinished=True)
@@ -64,11 +67,6 @@ def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
 
 def list_runs(url: str, storage_options: Any) -> CheckpointTable:
     """List the folders of checkpoints directly below a url by name, each with its newest checkpoint."""
-    from zarrckpt._commit.listings import list_below
-    from zarrckpt._errors import StorageError
-    from zarrckpt._jobs import run_jobs
-    from zarrckpt._store import StoreSpec
-
     spec = StoreSpec(url, storage_options)
     try:
         store = spec.open()
@@ -81,11 +79,6 @@ def list_runs(url: str, storage_options: Any) -> CheckpointTable:
 
 def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     """Describe the newest checkpoint of a folder, or return None if the folder is not a run."""
-    from zarrckpt._commit.discovery import find_checkpoints
-    from zarrckpt._commit.listings import list_below
-    from zarrckpt._errors import StorageError
-    from zarrckpt._runs.folders import newest_below
-
     row: dict[str, Any] = {"name": name, "url": spec.url, "state": "no checkpoint", "newest": None}
     store = spec.open()
     try:
@@ -103,8 +96,6 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
 
 
 def _described_root(url: str, root: Root) -> dict[str, Any]:
-    from zarrckpt._inspect.info import info_of
-
     found = info_of(url, root, root.entries, None)
     described = {name: getattr(found, name) for name in ("created", "step", "nbytes", "metadata")}
     return described | {"run": found.run or None}
@@ -112,12 +103,6 @@ def _described_root(url: str, root: Root) -> dict[str, Any]:
 
 def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     """Add the reasons why a CheckpointManager keeps each committed checkpoint of a run, and the rules' metric."""
-    from zarrckpt._commit.pins import list_pins
-    from zarrckpt._errors import CheckpointError
-    from zarrckpt._jobs import run_jobs
-    from zarrckpt._runs.folders import is_name_of, step_of
-    from zarrckpt._runs.record import read_record
-
     store = spec.open()
     try:
         record = read_record(store)
@@ -163,8 +148,6 @@ def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -
 
 
 def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]:
-    from zarrckpt._inspect.info import STEPS
-
     # Only values that fit into a cell. The step has its own column.
     counts = Counter(
         name
@@ -180,8 +163,6 @@ def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]
 
 
 def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, reasons: bool) -> list[str]:
-    from zarrckpt._reports import age_text, size_text
-
     cells = [row["name"], *([row["newest"] or ""] if runs else [])]
     if row["state"] == "committed":
         step = "" if row["step"] is None else str(row["step"])

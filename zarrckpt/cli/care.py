@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+import zarrckpt
+from zarrckpt._errors import CheckpointError
+from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
     header_option,
     import_hints,
@@ -39,8 +42,6 @@ def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -
       zarrckpt verify s3://bucket/run/step-100 --quick
       zarrckpt verify run/step-100 --json
     """
-    from zarrckpt._reports import count_text, size_text
-
     ckpt = open_checkpoint(url, storage_options)
     with progress_bar("verifying") as progress:
         report = ckpt.verify(quick=quick, progress=progress)
@@ -101,8 +102,6 @@ def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any
       zarrckpt recover s3://bucket/run/step-100 --stopped
       zarrckpt recover s3://bucket/run
     """
-    import zarrckpt
-
     report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -116,8 +115,6 @@ def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any
 
 def _recovered_lines(report: RecoverReport) -> Iterator[str]:
     """Yield lines that describe the recovery of one url."""
-    from zarrckpt._reports import count_text
-
     if report.error:
         yield in_options(report.error, click.get_current_context().command)
         return
@@ -143,10 +140,7 @@ def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options:
       zarrckpt rm s3://bucket/run/step-100 --yes
       zarrckpt rm run/step-1??
     """
-    import zarrckpt
-    from zarrckpt._errors import CheckpointError
     from zarrckpt._ops.recover import examine
-    from zarrckpt._reports import count_text
 
     failed: dict[str, str] = {}
     context = click.get_current_context()

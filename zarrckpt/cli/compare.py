@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+import zarrckpt
+from zarrckpt._reports import count_text, share_text
 from zarrckpt.cli._common import (
     format_number,
     header_option,
@@ -51,8 +53,6 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
       zarrckpt stats run/step-100 --sort nan
       zarrckpt stats run/step-100 'model.layers.*.weight' --json
     """
-    from zarrckpt._reports import share_text
-
     ckpt = open_checkpoint(url, storage_options, patterns)
     with progress_bar("reading") as progress:
         found = ckpt.stats(progress=progress)
@@ -120,8 +120,6 @@ def diff_command(
       zarrckpt diff run/step-100 run/step-200 --sort rel_norm
       zarrckpt diff run/step-100 run/step-200 --groups
     """
-    import zarrckpt
-
     ckpts = open_checkpoint(one, storage_options), open_second(other, target_options, storage_options)
     with progress_bar("comparing") as progress:
         found = zarrckpt.diff(*ckpts, *patterns, progress=progress)
@@ -154,8 +152,6 @@ _MEASURES = ("unequal", "nan or inf", "nan", "max abs", "max rel", "rel norm", "
 
 
 def _print_difference(found: Difference, everything: bool, groups: bool) -> None:
-    from zarrckpt._reports import count_text
-
     for mark, names in (("-", found.only_here), ("+", found.only_there)):
         for name in names:
             print_line(f"{mark} {name}")
@@ -181,8 +177,6 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
 
 def _cells(item: Measures) -> tuple[str, ...]:
     """Return the cells of the columns _MEASURES."""
-    from zarrckpt._reports import share_text
-
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
     nans = ((item.new_nan, "new"), (item.gone_nan, "gone"), (item.common_nan, "common"))
     nan = ", ".join(f"{count:,} {word}" for count, word in nans if count) or "-"

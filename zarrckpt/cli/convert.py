@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+import zarrckpt
+from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
     import_hints,
     portable_option,
@@ -82,9 +84,6 @@ def export_command(
       zarrckpt export run/step-100 step-100.pt
       zarrckpt export run/step-100 old-style --format dcp --exclude 'optim'
     """
-    import zarrckpt
-    from zarrckpt._reports import count_text, size_text
-
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     if dtypes and kind != "safetensors":
         raise click.UsageError("--dtype is only for safetensors: export a copy that zarrckpt cp --dtype made")
@@ -144,9 +143,6 @@ def import_command(
       zarrckpt import old.pt run/imported
       zarrckpt import dcp-run/step-100 run/step-100
     """
-    import zarrckpt
-    from zarrckpt._reports import size_text
-
     with progress_bar("importing") as progress:
         report = zarrckpt.import_checkpoint(
             source,

@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+import zarrckpt
 from zarrckpt._errors import CheckpointError
+from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
     name_target_option,
     open_checkpoint,
@@ -121,9 +123,6 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
-    import zarrckpt
-    from zarrckpt._reports import count_text, size_text
-
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
@@ -139,8 +138,6 @@ def cp_command(
 
 def print_uncast(names: Sequence[str]) -> None:
     """Print the floating tensors that ``--dtype`` did not cast."""
-    from zarrckpt._reports import count_text
-
     if names:
         some = ", ".join(names[:_UNCAST_NAMED]) + (", ..." if len(names) > _UNCAST_NAMED else "")
         print_line(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt._errors import printable
+from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, printable
+from zarrckpt._reports import count_text, share_text, size_text, software_text, time_text, value_text
 from zarrckpt.cli._common import (
     format_number,
     header_option,
@@ -52,14 +53,14 @@ def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json:
       zarrckpt ls run --all
       zarrckpt ls s3://bucket/runs
     """
-    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
-    from zarrckpt.cli._folders import list_checkpoints, list_runs, print_listing
 
     try:
         ckpt = open_checkpoint(url, storage_options, patterns)
     except (CheckpointNotFoundError, ForeignObjectsError):
         if patterns:
             raise
+        from zarrckpt.cli._folders import list_checkpoints, list_runs, print_listing
+
         listing = list_checkpoints(url, storage_options)
         if not listing.rows:
             listing = list_runs(url, storage_options)
@@ -108,7 +109,6 @@ def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json
       zarrckpt tree run/step-100 'optim.state'
     """
     from zarrckpt._inspect.info import entry_texts
-    from zarrckpt._reports import size_text
 
     ckpt = open_checkpoint(url, storage_options, patterns)
     if as_json:
@@ -168,8 +168,6 @@ class _Node:
 
 
 def _print_tree(node: _Node, indent: str, depth: int | None) -> None:
-    from zarrckpt._reports import count_text, size_text
-
     rows = [*node.rows()]
     for number, (name, child) in enumerate(rows, 1):
         last = number == len(rows)
@@ -211,8 +209,6 @@ def info_command(url: str, as_json: bool, storage_options: Any) -> None:
 
 
 def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
-    from zarrckpt._reports import count_text, size_text, software_text, time_text, value_text
-
     blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
     chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
     tensors = found.nbytes - found.blob_nbytes
@@ -247,15 +243,11 @@ def _headed(title: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str
 
 
 def _shown_numbers(part: DTypeInfo) -> str:
-    from zarrckpt._reports import count_text, size_text
-
     return f"{count_text(part.tensors, 'tensor')}, {count_text(part.elements, 'element')}, {size_text(part.nbytes)}"
 
 
 def _stored(found: CheckpointInfo) -> str:
     """Return the stored size as a text, with the codec and the compressed share."""
-    from zarrckpt._reports import share_text, size_text
-
     if found.nbytes_stored is None:
         return f"unknown, because a table cannot be read: run zarrckpt verify {found.url}"
     if not found.compression:
@@ -324,8 +316,6 @@ def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_o
     if as_json:
         print_json(found)
         return
-    from zarrckpt._reports import value_text
-
     text = value_text(found)
     more = f"\n... {len(text) - _MAX_SHOWN:,} characters more, --json has all" if len(text) > _MAX_SHOWN else ""
     click.echo(printable(text[:_MAX_SHOWN]) + more)

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+import zarrckpt
+from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
     open_checkpoint,
     open_second,
@@ -55,9 +57,6 @@ def report_command(
       zarrckpt report run/step-100 run/step-200 -o changes.html
       zarrckpt report s3://bucket/run/step-100 --no-values -O region=eu-west-1
     """
-    import zarrckpt
-    from zarrckpt._reports import count_text, size_text
-
     ckpt = open_checkpoint(url, storage_options)
     another = None if other is None else open_second(other, target_options, storage_options)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "values": not no_values, "overwrite": overwrite}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
@@ -19,6 +18,7 @@ from zarrckpt.integrations._lightning_io import (
     url_of,
     warn_of_last,
 )
+from zarrckpt.integrations._values import holds_sharded
 
 _OBJECTS = "lightning.objects"
 """Key of a checkpoint's metadata: the top-level entries that were modules and optimizers."""
@@ -144,16 +144,5 @@ def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
 
 def _sharded_part(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a state that each rank must save: sharded tensors and PerRank values."""
-
-    def has_part_of_rank(value: Any) -> bool:
-        if isinstance(value, Mapping | list):
-            return any(map(has_part_of_rank, value.values() if isinstance(value, Mapping) else value))
-        # Tensors of other classes, such as DTensor, may be sharded.
-        is_sharded = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
-        return is_sharded or isinstance(value, zarrckpt.PerRank)
-
-    return {
-        key: _sharded_part(value) if isinstance(value, Mapping) else value
-        for key, value in rest.items()
-        if has_part_of_rank(value)
-    }
+    parts = {key: value for key, value in rest.items() if holds_sharded(value)}
+    return {key: _sharded_part(value) if isinstance(value, Mapping) else value for key, value in parts.items()}

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -100,8 +101,11 @@ def _state_text(trainer: Any) -> str:
     return json.dumps(fields)
 
 
-def parse_trainer_state(found: Mapping[str, Any], run: str) -> tuple[dict[str, Any], str]:
-    """Return the facts of a saved Trainer from which training resumes, and the text of its trainer_state.json.
+STATE_FILE = "trainer_state.json"
+
+
+def restore_trainer_state(found: Mapping[str, Any], run: str, folder: str) -> dict[str, Any]:
+    """Return the facts of a saved Trainer from which training resumes, and write its trainer_state.json to a folder.
 
     The best checkpoint is a text in the loaded checkpoint, so it is never opened as a url: it must be the name of a
     step. It has no folder, so runs can be moved.
@@ -119,7 +123,8 @@ def parse_trainer_state(found: Mapping[str, Any], run: str) -> tuple[dict[str, A
         trainer_state |= {"best_metric": None, "best_global_step": None}
     best = f"{run}/{saved}" if is_step else None
     trainer_state["best_model_checkpoint"] = None  # The Trainer would look for a local folder.
-    return {"saved": found["saved"], "state": found["state"], "best": best, "run": run}, json.dumps(trainer_state)
+    Path(folder, STATE_FILE).write_text(json.dumps(trainer_state))
+    return {"saved": found["saved"], "state": found["state"], "best": best, "run": run}
 
 
 class AdapterModel(nn.Module):

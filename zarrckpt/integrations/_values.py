@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._state.torch_kinds import is_sharded
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -80,13 +80,14 @@ def loads_in_place(part: Any, state: Any = None) -> bool:
     """Whether an object is loaded in place: a module, optimizer or scheduler, or an object with sharded state."""
     if isinstance(part, nn.Module | Optimizer | LRScheduler):
         return True
-    return _holds_parts(part.state_dict() if state is None else state)
+    return holds_sharded(part.state_dict() if state is None else state)
 
 
-def _holds_parts(state: Any) -> bool:
+def holds_sharded(state: Any) -> bool:
+    """Whether a value is or contains a sharded tensor or a PerRank, of which each rank has its own part."""
     if isinstance(state, Mapping | list):
-        return any(map(_holds_parts, state.values() if isinstance(state, Mapping) else state))
-    return isinstance(state, DTensor | zarrckpt.PerRank)
+        return any(map(holds_sharded, state.values() if isinstance(state, Mapping) else state))
+    return is_sharded(state) or isinstance(state, zarrckpt.PerRank)
 
 
 def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> bool:

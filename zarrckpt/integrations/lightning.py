@@ -306,6 +306,11 @@ class ZarrFSDPStrategy(_TrainerStrategy, FSDPStrategy):  # type: ignore[misc]
 
     loads_numbered = False
 
+    def __init__(self, *others: Any, **named: Any) -> None:
+        super().__init__(*others, **named)
+        if self._checkpoint_io is not None:
+            self.checkpoint_io = self._checkpoint_io  # The setter raises TypeError for another plugin.
+
 
 class _FabricStrategy(ShardedStrategy):
     """Base class of Fabric's strategies."""

@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zarrckpt
@@ -24,20 +23,20 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 from zarrckpt.integrations._pretrained import export_pretrained, load_pretrained  # noqa: E402
 from zarrckpt.integrations._trainer_state import (  # noqa: E402
+    STATE_FILE,
     AdapterModel,
     RestOfTrainer,
     TotalLimit,
     enabled_scaler,
     is_finite,
-    parse_trainer_state,
     plain_optimizer,
+    restore_trainer_state,
 )
 
 __all__ = ["ZarrCheckpointMixin", "ZarrTrainer", "export_pretrained", "load_pretrained"]
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
-_STATE_FILE = "trainer_state.json"
 _LOCAL_OUTPUT = "trainer_output"
 """The folder for the Trainer's other files if ``output_dir`` is a url. This is also the Trainer's default."""
 
@@ -103,7 +102,6 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             storage_options=storage_options,
             options=options,
         )
-        self._watches_signals = bool(signals)
         self._storage_options = storage_options
         self._rewind = rewind
         self._allow_pickle = allow_pickle
@@ -120,7 +118,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             raise ValueError("ZarrCheckpointMixin cannot save the state of DeepSpeed or of FSDP on XLA")
         if adapters_only and not hasattr(self.model, "peft_config"):
             raise ValueError(f"adapters_only=True requires a PEFT model, got {type(self.model).__name__}")
-        self.add_callback(_StepEnd(self))
+        if signals:
+            self.add_callback(_StepEnd(self))
 
     # -- methods of the Trainer
 
@@ -192,7 +191,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         self._load({name: value for name, value in state.items() if value and name in (*saved, "trainer")})
         if rest["state"] != self._resumed["state"]:
             assert checkpoint is not None
-            self._write_trainer_state(rest, self._resumed["run"], checkpoint)
+            self._resumed = restore_trainer_state(rest, self._resumed["run"], checkpoint)
             raise _OtherCheckpointLoaded
         if "scheduler" in saved:
             self.lr_scheduler.load_state_dict(rest["scheduler"])
@@ -223,7 +222,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         assert self._manager is not None
         self._manager.wait()
         url = self.state.best_model_checkpoint
-        own = os.path.join(url, _STATE_FILE)
+        own = os.path.join(url, STATE_FILE)
         if os.path.dirname(os.path.abspath(url)) == self._resumed.get("folder") and os.path.isfile(own):
             super()._load_best_model()  # The Trainer itself saved it before the run used zarrckpt.
             return
@@ -243,7 +242,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         Returns the folder for the Trainer's own ``resume_from_checkpoint``, or None to start at step 0.
         """
         given = parse(resume) if isinstance(resume, str | os.PathLike) and resume not in ("", "auto") else None
-        if given is not None and given.kind == "local" and os.path.isfile(os.path.join(given.path, _STATE_FILE)):
+        if given is not None and given.kind == "local" and os.path.isfile(os.path.join(given.path, STATE_FILE)):
             self._resumed = {"folder": os.path.dirname(given.path)}
             return given.path
         newest = zarrckpt.latest(self.checkpoint_dir, storage_options=self._storage_options)
@@ -279,13 +278,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
                 target, url, allow_pickle=self._allow_pickle, storage_options=self._storage_options
             )
             self._load(state)
-        self._write_trainer_state(state["trainer"], url.rpartition("/")[0], folder)
+        self._resumed = restore_trainer_state(state["trainer"], url.rpartition("/")[0], folder)
         return folder
-
-    def _write_trainer_state(self, found: Mapping[str, Any], run: str, folder: str) -> None:
-        """Write the file that the Trainer itself reads from a checkpoint, trainer_state.json, into a folder."""
-        self._resumed, text = parse_trainer_state(found, run)
-        Path(folder, _STATE_FILE).write_text(text)
 
     def _saved(self) -> dict[str, Any]:
         """Return the state to save. Slow parts are read by the save itself."""
@@ -319,7 +313,7 @@ class _StepEnd(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         trainer = self._trainer
-        if trainer._manager is not None and trainer._watches_signals:
+        if trainer._manager is not None:
             trainer._manager.step(state.global_step, trainer._saved())
             if trainer._manager.preempted:
                 trainer.preempted = control.should_training_stop = True

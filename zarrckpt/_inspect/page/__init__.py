@@ -20,7 +20,7 @@ from zarrckpt._inspect.comparison import entry_changes, names_of_both
 from zarrckpt._inspect.info import checkpoint_info
 from zarrckpt._inspect.page.data import PageCheckpoint, page_data, read_numbers
 from zarrckpt._jobs import Progress
-from zarrckpt._read.selection import open_selection
+from zarrckpt._read.selection import catalog_of, open_selection, part_of
 from zarrckpt._store import Url
 from zarrckpt._store._whole_files import local_file, new_files
 from zarrckpt._version import __version__
@@ -98,8 +98,8 @@ def report(
     dropped = set(names_of_both(one, two, drop)) if (drop := [*exclude]) else set()
     wanted = [fqn for fqn in names_of_both(one, two, [*include]) if fqn not in dropped]
     ckpts = [one] if other is None else [one, two]
-    parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
-    sides = [PageCheckpoint(part._catalog, tuple(part), checkpoint_info(part)) for part in parts]
+    parts = [part_of(ckpt, (fqn for fqn in wanted if fqn in ckpt)) for ckpt in ckpts]
+    sides = [PageCheckpoint(catalog_of(part), tuple(part), checkpoint_info(part)) for part in parts]
     changed, same = ({}, []) if other is None else entry_changes(one, two, wanted)
     found = read_numbers(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
