@@ -5,6 +5,7 @@
 # make zarrita  install the requirements of tests marked "node" with npm; without them 'make test' skips these tests
 # make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
+# make mutants  mutation tests of _commit, _plan, _save and _load, hours for all (ARGS=_commit.attempts for one module)
 # make bench    speed of this and other libraries, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
 # make clean    remove all of these results
 #
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of reading checkpoints and of the modules below, without those that need servers.
 READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
 
-.PHONY: demo test test-readers test-integrations zarrita lint docs bench clean
+.PHONY: demo test test-readers test-integrations zarrita lint docs mutants bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -56,6 +57,9 @@ docs: .venv/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
 	@echo "The documentation: build/docs/index.html"
 
+mutants: .venv/.mutants
+	$(BIN)/python tools/mutants.py $(ARGS)
+
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -67,7 +71,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
-.venv/.demo .venv/.dev .venv/.docs .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.demo .venv/.dev .venv/.docs .venv/.mutants .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
 	@$(INSTALL) -e '.[$*]'
 	@touch $@

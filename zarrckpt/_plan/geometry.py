@@ -126,7 +126,7 @@ def number_by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
     _, appears, group = np.unique(numbers, return_index=True, return_inverse=True)
     position = np.empty(len(appears), np.int64)
     position[np.argsort(appears)] = np.arange(len(appears))
-    return np.sort(appears), position[group.reshape(-1)]
+    return np.sort(appears), position[group]
 
 
 def sum_by_number(numbers: Numbers, values: Numbers, length: int) -> Numbers:
@@ -204,6 +204,6 @@ def _candidates(pieces: GridPieces, holders: Holders, chunk: int) -> Candidates:
     counts = holders.first[boxes + 1] - holders.first[boxes]
     ranks_of_pieces = holders.ranks[np.repeat(holders.first[boxes], counts) + _within(counts)]
     ranks, group = np.unique(ranks_of_pieces, return_inverse=True)
-    elements = sum_by_number(group.reshape(-1), np.repeat(sizes, counts), len(ranks))
+    elements = sum_by_number(group, np.repeat(sizes, counts), len(ranks))
     large = 2 * elements >= elements.max()
     return Candidates(ranks[large], elements[large])
