@@ -28,7 +28,6 @@ import zarr
 from click.testing import CliRunner
 from harness import GOLDEN
 from harness.page_reader import Reader
-from harness.s3_server import S3Server
 from packaging.version import Version
 from zarr.abc import store as zarr_abc
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -208,38 +207,6 @@ def test_every_read_of_a_damaged_chunk_raises(damage: str, name: str, tmp_path: 
             with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
                 read()
     assert not opened(folder).verify()
-
-
-@pytest.mark.parametrize("name", ["overwritten", "ranks", "subchunks"])
-def test_every_damaged_object_is_named(name: str, tmp_path: Path) -> None:
-    folder = unpacked(name, tmp_path)
-    ckpt = opened(folder)
-    for file in sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / "zarr.json"):
-        key, data = file.relative_to(folder).as_posix(), file.read_bytes()
-        for damaged in (_flipped(data, len(data) // 2), data[:-1], None):
-            file.unlink() if damaged is None else file.write_bytes(damaged)
-            assert key in [damage.key for damage in opened(folder).verify().damages], key
-        file.write_bytes(data)
-    assert ckpt.verify()
-
-
-def test_damage_in_an_object_store(s3_stub: S3Server, tmp_path: Path, pipeline: str) -> None:
-    place, source = s3_stub.bucket(), opened(unpacked("subchunks", tmp_path))
-    zarrckpt.copy(source, place.url("run"), storage_options=place.storage_options)
-    ckpt = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
-    array, expected = ckpt["w"], source["w"][...]
-    assert (ckpt.read()["w"] == expected).all()
-    assert all((array[part] == expected[part]).all() for part in PARTS)
-    (key,) = (key for key in s3_stub.objects if key.endswith("run/w/c.0.0"))
-    whole = s3_stub.objects[key].data
-    for damage in DAMAGE.values():
-        damaged = damage(whole, "subchunks")
-        s3_stub.objects.pop(key, None)
-        if damaged is not None:
-            s3_stub.put_object(key, damaged)
-        for part in PARTS:
-            with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
-                array[part]
 
 
 # --- every call of a zarr store --------------------------------------------------------------------------
