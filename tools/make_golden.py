@@ -32,7 +32,7 @@ import torch
 sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("", "tests", "tools"))
 
 from harness import GOLDEN
-from harness.independent_reader import Reader
+from harness.page_reader import Reader
 from harness.ranks import run_ranks, stop_ranks
 from harness.simulated import simulate
 

@@ -13,7 +13,7 @@ import torch
 import zarrckpt
 
 ALL = {"torch", "zarr", "numpy", "obstore", "fsspec", "s3fs", "ml_dtypes", "google_crc32c", "asyncio", "xarray"}
-CLIENTS = {"zarr", "obstore", "fsspec", "s3fs", "ml_dtypes", "google_crc32c", "xarray"}
+CLIENTS = {"zarr", "numcodecs", "obstore", "fsspec", "s3fs", "ml_dtypes", "google_crc32c", "xarray"}
 SLOW_TORCH = {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}
 """Modules that take a second to import, and that plain tensors do not need."""
 

@@ -68,8 +68,9 @@ def test_safe_characters_are_kept() -> None:
 
 
 @given(ANY_TEXT)
-@settings(max_examples=500, deadline=None)
-def test_escaped_names_hold_nothing_refused(name: str) -> None:
+@settings(max_examples=200, deadline=None)
+def test_escaped_names_are_safe_and_can_be_decoded(name: str) -> None:
+    """Urls do not change them: they stay the same if decoded any number of times, and all of them is in the path."""
     escaped = escape(name)
     assert len(escaped.encode()) <= 255
     plain = r"[A-Za-z0-9._-]|[^\x00-\xa0\ud800-\udfff]"
@@ -78,25 +79,11 @@ def test_escaped_names_hold_nothing_refused(name: str) -> None:
     assert not escaped.startswith(("__", ".")) and not escaped.endswith(".")
     assert escaped == "".join(escaped.split())
     check_paths([escaped], "root")
-
-
-@given(ANY_TEXT)
-@settings(deadline=None)
-def test_urls_do_not_change_escaped_names(name: str) -> None:
-    """They stay the same if decoded any number of times, and all of them belongs to the path."""
-    escaped = escape(name)
-    assert "%" not in escaped
     assert unquote_plus(escaped) == escaped == unquote_plus(quote(escaped))
     url = urlsplit(f"http://host/{escaped}/c.0")
     assert (url.path, url.query, url.fragment) == (f"/{escaped}/c.0", "", "")
     assert urljoin("http://host/ck/zarr.json", f"{escaped}/c.0") == f"http://host/ck/{escaped}/c.0"
-
-
-@given(ANY_TEXT)
-@settings(deadline=None)
-def test_names_that_need_no_shortening_can_be_decoded(name: str) -> None:
-    escaped = escape(name)
-    if name and "==" not in escaped:
+    if name and "==" not in escaped:  # not shortened
         decoded = re.sub(rb"=([0-9A-F]{2})", lambda code: bytes.fromhex(code[1].decode()), escaped.encode())
         assert decoded.decode() == name
 
@@ -204,45 +191,25 @@ def test_invalid_paths_are_refused(path: str) -> None:
 ESCAPED = [escape(name) for name in NASTY]
 
 
-def test_folders_on_disk(tmp_path: Path) -> None:
-    for name in ESCAPED:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "zarr.json").write_bytes(name.encode())
-    assert {entry.name for entry in tmp_path.iterdir()} == set(ESCAPED)
-    for name in ESCAPED:
-        assert (tmp_path / name / "zarr.json").read_bytes() == name.encode()
-
-
-@pytest.mark.parametrize("kind", ["local", "memory"])
-def test_obstore(kind: str, tmp_path: Path) -> None:
-    store = obstore.store.LocalStore(tmp_path) if kind == "local" else obstore.store.MemoryStore()
+def test_escaped_names_are_files_and_folders_of_obstore(tmp_path: Path) -> None:
+    store = obstore.store.LocalStore(tmp_path)
     leaves = [name for name in ESCAPED if len(name.encode()) < 250]  # leaves bytes for an unfinished upload's suffix
     keys = [f"model/{name}/{leaf}" for name in ESCAPED for leaf in ("zarr.json", "c.0")]
     keys += [f"flat/{name}" for name in leaves]
     for key in keys:
         obstore.put(store, key, key.encode())
-    for key in keys:
-        assert bytes(obstore.get(store, key).bytes()) == key.encode()
+    assert all(bytes(obstore.get(store, key).bytes()) == key.encode() for key in keys)
     assert {meta["path"] for batch in obstore.list(store) for meta in batch} == set(keys)
-    folders = obstore.list_with_delimiter(store, "model")["common_prefixes"]
-    assert {folder.removeprefix("model/") for folder in folders} == set(ESCAPED)
-    if kind == "local":
-        assert {entry.name for entry in (tmp_path / "model").iterdir()} == set(ESCAPED)
+    assert {entry.name for entry in (tmp_path / "model").iterdir()} == set(ESCAPED)
 
 
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_zarr_groups_and_arrays(consolidated: bool, tmp_path: Path) -> None:
+def test_escaped_names_are_groups_and_arrays_of_zarr(tmp_path: Path) -> None:
     root = zarr.create_group(tmp_path, zarr_format=3)
     for number, name in enumerate(ESCAPED):
         root.create_group(name).create_array("w", data=np.full(2, number), chunks=(2,))
-    if consolidated:
-        with pytest.warns(zarr.errors.ZarrUserWarning):
-            zarr.consolidate_metadata(tmp_path, zarr_format=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opened = zarr.open_group(tmp_path, mode="r", zarr_format=3, use_consolidated=consolidated)
+        opened = zarr.open_group(tmp_path, mode="r", zarr_format=3)
         assert set(opened.group_keys()) == set(ESCAPED)
         for number, name in enumerate(ESCAPED):
-            array = opened[f"{name}/w"]
-            assert isinstance(array, zarr.Array)
-            assert np.asarray(array[:]).tolist() == [number, number]
+            assert np.asarray(opened[f"{name}/w"][:]).tolist() == [number, number]

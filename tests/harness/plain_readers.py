@@ -38,20 +38,14 @@ def _bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
     return array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()
 
 
-def _group(url: str, storage_options: Any = None) -> Any:
+def zarr_without_the_package(url: str) -> Found:
+    """Return every array of the group, read by zarr-python without the package installed."""
+    _hide_the_package()
     import zarr
 
-    group = zarr.open_group(url, mode="r", storage_options=storage_options)
+    group = zarr.open_group(url, mode="r")
     assert group.metadata.consolidated_metadata is not None
-    tree = group.attrs["zarrckpt"]["tree"]
-    return group[tree] if tree else group
-
-
-def zarr_all(url: str, storage_options: Any = None) -> Found:
-    """Return every array of the group, read by zarr-python."""
-    import zarr
-
-    members = _group(url, storage_options).members(max_depth=None)
+    members = group.members(max_depth=None)
     return {path: _bits(node[...]) for path, node in members if isinstance(node, zarr.Array)}
 
 
@@ -63,24 +57,12 @@ def zarr_unconsolidated(url: str) -> list[str]:
     return sorted(path for path, _ in group.members(max_depth=None))
 
 
-def zarr_parts(url: str, path: str, boxes: list[list[list[int]]]) -> list[Any]:
-    """Return boxes, each [[start, stop], ...], of one array."""
-    array = _group(url)[path]
-    return [_bits(array[tuple(slice(*pair) for pair in box)]) for box in boxes]
-
-
 def _hide_the_package() -> None:
     """Hide the package from this process, as if it were not installed."""
     every = [point for package in importlib.metadata.distributions() for point in package.entry_points]
     others = importlib.metadata.EntryPoints(point for point in every if not point.value.startswith("zarrckpt"))
     importlib.metadata.entry_points = others.select  # type: ignore[assignment]
     sys.modules["zarrckpt"] = None  # type: ignore[assignment]
-
-
-def zarr_without_the_package(url: str) -> Found:
-    """Do the same as ``zarr_all`` without the package installed."""
-    _hide_the_package()
-    return zarr_all(url)
 
 
 def calls_without_the_package(url: str) -> dict[str, Any]:
@@ -112,40 +94,6 @@ def calls_without_the_package(url: str) -> dict[str, Any]:
         except ValueError as err:
             found[name] = str(err)
     return found
-
-
-def xarray_tree(url: str, storage_options: Any = None) -> Found:
-    """Return every variable of the tree, read by xarray."""
-    import xarray
-
-    options = {} if storage_options is None else {"storage_options": storage_options}
-    tree = xarray.open_datatree(url, engine="zarr", **options)
-    return {
-        f"{node.path.strip('/')}/{name}".strip("/"): _bits(variable.values)
-        for node in tree.subtree
-        for name, variable in node.ds.variables.items()
-    }
-
-
-def xarray_group(url: str, group: str, storage_options: Any = None) -> Found:
-    """Return every variable of one group, read by xarray."""
-    import xarray
-
-    dataset = xarray.open_zarr(url, group=group, storage_options=storage_options)
-    return {name: _bits(variable.values) for name, variable in dataset.variables.items()}
-
-
-def obstore_store(url: str, config: dict[str, str], group: str) -> tuple[Found, Found]:
-    """Return the same through zarr's store on obstore: zarr-python's arrays, and xarray's of one group."""
-    import xarray
-    import zarr
-    from obstore.store import from_url
-
-    store = zarr.storage.ObjectStore(from_url(url, client_options={"allow_http": True}, **config), read_only=True)
-    members = zarr.open_group(store, mode="r").members(max_depth=None)
-    arrays = {path: _bits(node[...]) for path, node in members if isinstance(node, zarr.Array)}
-    dataset = xarray.open_zarr(store, group=group)
-    return arrays, {name: _bits(variable.values) for name, variable in dataset.variables.items()}
 
 
 def _zarr_array(place: Any, path: str, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import shutil
@@ -14,11 +13,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 import torch
 import zarr
+from harness.hostile import Forgery
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 import zarrckpt
@@ -29,7 +28,6 @@ from zarrckpt import (
     CorruptCheckpointError,
     ForeignObjectsError,
     KeyMismatchError,
-    UnsafeValueError,
     UnsupportedFormatError,
 )
 
@@ -183,16 +181,6 @@ def test_latest_of_a_checkpoints_url_is_an_error(url: str) -> None:
         assert zarrckpt.latest(url) is None
 
 
-def test_pickled_values_load_only_on_request(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="'where'"):
-        zarrckpt.save({"where": Path("a/b"), "n": 1}, tmp_path / "ck")
-    opened = zarrckpt.open(tmp_path / "ck")
-    assert opened["n"] == 1
-    with pytest.raises(UnsafeValueError, match="'where'"):
-        opened["where"]
-    assert zarrckpt.open(tmp_path / "ck", allow_pickle=True)["where"] == Path("a/b")
-
-
 # -- urls without a checkpoint
 
 
@@ -220,31 +208,6 @@ def test_groups_and_arrays_of_other_programs_are_refused(tmp_path: Path) -> None
     for name in ("group", "array"):
         with pytest.raises(ForeignObjectsError, match="not written by zarrckpt"):
             zarrckpt.open(tmp_path / name)
-
-
-def edit_root(url: str, change: Any, *, seal: bool = True) -> None:
-    """Change the root's attribute. With ``seal``, update the checksum as a writer would."""
-    document = json.loads(Path(url, "zarr.json").read_bytes())
-    change(document["attributes"]["zarrckpt"])
-    own = document["attributes"]["zarrckpt"]
-    if seal:
-        own["crc32c"] = "00000000"
-    data = json.dumps(document, separators=(",", ":")).encode()
-    if seal:
-        data = data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1)
-    Path(url, "zarr.json").write_bytes(data)
-
-
-@pytest.mark.parametrize("change", [{"format": 2}, {"format": "1"}, {"features": ["bricks"]}, {"features": {}}])
-def test_a_newer_format_or_an_unknown_feature(url: str, change: dict[str, Any]) -> None:
-    edit_root(url, lambda own: own.update(change))
-    with pytest.raises(UnsupportedFormatError, match="Upgrade zarrckpt"):
-        zarrckpt.open(url)
-
-
-def test_unknown_members_are_ignored(url: str) -> None:
-    edit_root(url, lambda own: own.update(later="addition"))
-    assert list(zarrckpt.open(url)) == NAMES
 
 
 CONTRADICTIONS: dict[str, Any] = {
@@ -288,34 +251,33 @@ CONTRADICTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_root_that_contradicts_itself(url: str, name: str) -> None:
-    edit_root(url, CONTRADICTIONS[name])
+    forgery = Forgery(Path(url))
+    CONTRADICTIONS[name](forgery.own)
+    forgery.write()
     with pytest.raises(CorruptCheckpointError, match=r"zarr\.json|entry"):
         zarrckpt.open(url)
 
 
 def test_roots_without_the_edits_open(url: str) -> None:
     """The same procedure without a change opens."""
-    edit_root(url, lambda own: None)
+    Forgery(Path(url)).write()
     assert list(zarrckpt.open(url)) == NAMES
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "change",
     [
-        ("shape", [6, 5]),
-        ("codecs", [{"name": "bytes"}]),
-        ("chunk_grid", None),
-        ("shape", [2**63, 1]),
-        ("fill_value", 0),
+        {"shape": [6, 5]},
+        {"codecs": [{"name": "bytes"}]},
+        {"chunk_grid": None},
+        {"shape": [2**63, 1]},
+        {"fill_value": 0},
     ],
 )
-def test_an_array_document_of_another_form(url: str, field: str, value: Any) -> None:
-    file = Path(url, "zarr.json")
-    document = json.loads(file.read_bytes())
-    document["consolidated_metadata"]["metadata"]["model/w.x"][field] = value
-    document["attributes"]["zarrckpt"]["crc32c"] = "00000000"
-    data = json.dumps(document, separators=(",", ":")).encode()
-    file.write_bytes(data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1))
+def test_an_array_document_of_another_form(url: str, change: dict[str, Any]) -> None:
+    forgery = Forgery(Path(url))
+    forgery.nodes["model/w.x"].update(change)
+    forgery.write()
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError), match=r"model/w\.x|tables?"):
         zarrckpt.open(url)
 
@@ -370,20 +332,12 @@ def test_node_documents_are_not_needed(url: str, state: dict[str, Any]) -> None:
     load_all(url, state)
 
 
-@pytest.mark.parametrize("place", ["subchunk", "index", "index checksum"])
-@pytest.mark.parametrize("part", [np.s_[:2, :2], np.s_[...]])
-def test_damage_in_a_chunk_with_subchunks(large: str, place: str, part: Any) -> None:
-    file = Path(large, "w/c.0.0")
-    flip(file, {"subchunk": 5, "index": -30, "index checksum": -1}[place])
+def test_a_load_does_not_need_the_index_of_subchunks(large: str) -> None:
+    """zarrckpt computes the byte offsets."""
+    flip(Path(large, "w/c.0.0"), -30)
     with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
-        zarrckpt.open(large)["w"][part]
-    # zarrckpt's reader computes the byte offsets, so it does not need the index.
-    target = {"w": torch.zeros(4100, 1200)}
-    if place == "subchunk":
-        with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
-            zarrckpt.load(target, large)
-    else:
-        zarrckpt.load(target, large)
+        zarrckpt.open(large)["w"][:2, :2]
+    zarrckpt.load({"w": torch.zeros(4100, 1200)}, large)
 
 
 def test_undamaged_parts_can_be_read(large: str) -> None:
@@ -422,26 +376,6 @@ def test_damage_in_a_store_in_memory(state: dict[str, Any]) -> None:
         weight[...]
 
 
-class _FailingStore(MemoryStore):
-    fails = False
-
-    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        if self.fails and "/c." in key:
-            raise OSError("the network is down")
-        return await super().get(key, *args, **kwargs)
-
-
-def test_errors_of_a_store_keep_their_reason(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = _FailingStore()
-    zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
-    weight = zarrckpt.open(zarr.storage.StorePath(store, "one"))["model.w.x"]
-    monkeypatch.setattr(_FailingStore, "fails", True)
-    with pytest.raises(zarrckpt.StorageError, match="the network is down"):
-        weight[...]
-    monkeypatch.setattr(_FailingStore, "fails", False)
-    assert np.array_equal(weight[...], state["model"]["w.x"].numpy())
-
-
 # -- the package itself
 
 
@@ -468,54 +402,9 @@ for name in ("save", "load", "async_save", "ZarrStorageReader", "ZarrStorageWrit
     run_python(code, tmp_path)
 
 
-def test_open_never_imports_torch(url: str, tmp_path: Path) -> None:
-    code = f"""
-import sys, zarrckpt
-opened = zarrckpt.open({url!r})
-opened["model.w.x"][:], opened["rng"], opened.writers("model.b")
-assert "torch" not in sys.modules
-"""
-    run_python(code, tmp_path)
-
-
-def test_importing_the_package_is_light(tmp_path: Path) -> None:
-    code = """
-import sys, zarrckpt
-heavy = {"torch", "zarr", "numpy", "obstore", "fsspec", "ml_dtypes", "google_crc32c"} & set(sys.modules)
-assert not heavy, heavy
-assert sorted(dir(zarrckpt)) == sorted(zarrckpt.__all__)
-"""
-    run_python(code, tmp_path)
-
-
 def test_public_names_are_exported() -> None:
+    assert sorted(dir(zarrckpt)) == sorted(zarrckpt.__all__)
     for name in zarrckpt.__all__:
         assert getattr(zarrckpt, name) is not None
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         getattr(zarrckpt, "nothing_of_this_name")  # noqa: B009 - mypy knows that it does not exist
-
-
-def test_read_gives_whole_tensors_bit_for_bit(tmp_path: Path) -> None:
-    state = {
-        "w": torch.randn(3000, 700),
-        "b": torch.randn(1030, 512).to(torch.bfloat16),
-        "scalar": torch.tensor(3),
-        "empty": torch.zeros(0, 4),
-        "flags": torch.rand(99) > 0.5,
-        "wide": torch.randn(3, 50_000, dtype=torch.float64),
-        "step": 7,
-    }
-    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 21))
-    ckpt, seen = zarrckpt.open(tmp_path / "ck"), list[tuple[int, int]]()
-    arrays = ckpt.read(progress=lambda *at: seen.append(at))
-    assert list(arrays) == list(ckpt.tensors) == [name for name in state if name != "step"]
-    for name, array in arrays.items():
-        tensor = state[name]
-        assert isinstance(tensor, torch.Tensor) and array.shape == tuple(tensor.shape)
-        assert array.tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    assert str(arrays["b"].dtype) == "bfloat16" and arrays["w"].dtype == np.float32
-    total = sum(array.nbytes for array in arrays.values())
-    assert seen[-1] == (total, total) and [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert list(ckpt.read(["wide", "w", "wide"])) == ["wide", "w"] and list(ckpt.read("b")) == ["b"]
-    with pytest.raises(KeyMismatchError, match="step"):
-        ckpt.read(["w", "step"])

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from harness import ROOT, plain_readers
+from harness.bits import bits
 from harness.internals import DTYPES
 from harness.random_tensors import random_tensor
 from harness.store_servers import REGION, S3Place
-from test_foreign_readers import bits
 
 import zarrckpt
 
