@@ -38,11 +38,12 @@ RUNNABLE = [page for page in PAGES if program(page.read_text()).strip()]
 
 
 RUNNER = """
-import os, runpy, signal, sys
+import atexit, gc, os, runpy, signal, sys, threading, traceback
 import dask.array, torch._dynamo, torch.distributed.fsdp, torch.distributed.checkpoint, xarray, zarr, zarrckpt
 
 for name in zarrckpt.__all__:
     getattr(zarrckpt, name)
+gc.freeze()
 for line in sys.stdin:
     script, work, output = line.split("\\t")
     child = os.fork()
@@ -51,8 +52,14 @@ for line in sys.stdin:
         os.dup2(out, 1), os.dup2(out, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(work), signal.alarm(120)
         sys.argv[:] = [script]
-        runpy.run_path(script, run_name="__main__")
-        sys.exit(0)
+        status = 1
+        try:
+            runpy.run_path(script, run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown(), atexit._run_exitfuncs(), sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)  # to free all objects would take longer than most pages
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

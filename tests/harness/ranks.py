@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -178,6 +179,7 @@ def stop_ranks() -> None:
 def _serve(pipe: Connection, stacks: str) -> None:
     import torch
 
+    gc.freeze()
     torch.set_num_threads(1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 - as long as the process lives
