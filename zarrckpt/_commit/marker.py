@@ -75,7 +75,7 @@ class Marker:
     arrays: tuple[str, ...]
     groups: tuple[str, ...]
     started: str
-    base_id: str = ""
+    replaced_id: str = ""
     """The id of the save that the attempt replaces, or "" if none was committed.
 
     The attempt can commit only while this save is the committed one.
@@ -90,7 +90,7 @@ class Marker:
         own: Json = {
             "attempt": self.save_id,
             "tree": self.tree,
-            "base": self.base_id,
+            "base": self.replaced_id,
             "started": self.started,
             "arrays": list(self.arrays),
             "groups": list(self.groups),
@@ -140,14 +140,14 @@ def marker_of(root: Root) -> Marker:
 def parse_marker(data: bytes, where: str) -> Marker:
     """Parse and validate a stored marker. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
-    save_id, base_id = members.save_id("attempt"), members.text("base")
+    save_id, replaced_id = members.save_id("attempt"), members.text("base")
     return Marker(
         save_id,
         _tree(members, save_id),
         check_paths(members.sequence("arrays"), where),
         check_paths(members.sequence("groups"), where),
         members.time("started"),
-        base_id and members.as_save_id("base", base_id),
+        replaced_id and members.as_save_id("base", replaced_id),
         members.own.get("failed") is True,
         members.as_save_id("run", members.own["run"]) if "run" in members.own else "",
     )

@@ -49,7 +49,7 @@ class SentAttempt:
     save_id: str
     tree: str
     """The key prefix of the attempt's objects."""
-    base_id: str
+    replaced_id: str
     """The save id of the checkpoint that this one replaces, or ''."""
     host: str
     """The name of the coordinator's host."""

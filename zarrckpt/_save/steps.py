@@ -133,7 +133,7 @@ class RankSave:
             run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
         self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
-        return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
+        return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.replaced_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables.
