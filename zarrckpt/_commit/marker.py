@@ -13,7 +13,7 @@ from functools import cached_property
 
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.names import check_paths
-from zarrckpt._format.root import CHECKSUMS, RESERVED_GROUP, SIZES, WRITERS, Root, parent_groups
+from zarrckpt._format.root import RESERVED_GROUP, TABLES, Root, parent_groups
 from zarrckpt._format.sealed import Members, nesting_bounded, now, parse_sealed, sealed_bytes
 
 REMOVED = "removed"
@@ -30,7 +30,7 @@ REMOVAL_KEY = f"{RESERVED_GROUP}/{REMOVED}/{NODE}"
 
 _CHUNK_KEY = re.compile(r"c(\.\d+)*", re.ASCII)
 _PIN_KEY = re.compile(rf"{RESERVED_GROUP}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
-_TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+_TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({'|'.join(TABLES)})/({re.escape(NODE)}|c\.0)")
 
 
 def new_id() -> str:
@@ -108,7 +108,7 @@ class Marker:
         """Return the folders below the checkpoint's url that this attempt may have created."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
         own = f"{RESERVED_GROUP}/{self.save_id}"
-        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
+        tables = {own, *(f"{own}/{name}" for name in TABLES)}
         return nodes | tables | ({self.tree} if self.tree else set())
 
     def names_key(self, key: str) -> bool:

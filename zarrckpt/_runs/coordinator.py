@@ -67,6 +67,8 @@ class Coordinator:
         self.retention = Retention(spec, keep, self.ownership, self._unpin_source)
         self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
+        self.newest_name = ""
+        """The folder of this checkpoint, whose chunks the next save reuses, or ""."""
         self._released = False
         """Whether this job has deleted the pin of the checkpoint from which the run began."""
 
@@ -95,7 +97,7 @@ class Coordinator:
         stored = self.ownership.read()
         if chosen is None:
             _refuse_to_begin_anew(url, stored, damaged)
-        self.newest_step = -1 if newest is None else newest.step
+        self._note_newest(newest)
         try:
             self._take(stored, chosen, steps, newest)
         except StorageError as err:
@@ -180,7 +182,10 @@ class Coordinator:
                 remove_all(self.spec.child(name).open(), left)
                 with self.retention.known() as known:
                     known.forget(name)
-        self.newest_step = chosen.step
+        self._note_newest(chosen)
+
+    def _note_newest(self, newest: RunCheckpoint | None) -> None:
+        self.newest_step, self.newest_name = (-1, "") if newest is None else (newest.step, newest.name)
 
     # -- the checkpoint of another run from which this run begins
 
@@ -217,7 +222,7 @@ class Coordinator:
             steps = _list_steps(self.spec.open())
             newest, _ = self._newest(steps, frozenset())
             stored = self.ownership.read()
-            self.newest_step = -1 if newest is None else newest.step
+            self._note_newest(newest)
             self._take(stored, newest, steps, newest)
 
 
@@ -258,6 +263,12 @@ class RunSave:
             warn(text)
         return coordinator.ownership.record.run_id
 
+    def base_name(self) -> str:
+        return self.coordinator.newest_name
+
+    def base_spec(self, name: str) -> StoreSpec:
+        return self.coordinator.spec.child(name)
+
     def metadata(self) -> Mapping[str, Any]:
         return self.coordinator.ownership.metadata()
 
@@ -278,7 +289,7 @@ class RunSave:
             raise RunTakenOverError(f"{err}. {url} was committed but may lack objects: zarrckpt verify {url}") from err
         except StorageError:
             pass  # The checkpoint is committed, and the next save checks again.
-        coordinator.newest_step = self.step
+        coordinator.newest_step, coordinator.newest_name = self.step, self.name
         coordinator.ownership.note_commit()
         coordinator.retention.note_commit(self.name, self.step, self.metadata_of_step)
 
