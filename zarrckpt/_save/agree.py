@@ -54,9 +54,9 @@ class SentAttempt:
     """The save id of the checkpoint that this one replaces, or ''."""
     host: str
     """The name of the coordinator's host."""
-    digested: bool
+    digested: bool = False
     """Whether the save stores digests of its chunks, so that later saves can reuse them."""
-    base: SentBase | None
+    base: SentBase | None = None
     """The checkpoint whose chunks the save may reuse."""
 
     def __post_init__(self) -> None:

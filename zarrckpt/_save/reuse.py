@@ -60,8 +60,10 @@ class SentBase:
     checksums: np.ndarray[Any, Any]
 
     def __post_init__(self) -> None:
-        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}") or "/" in self.name:
+        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
             raise ValueError(f"the tree {self.tree!r:.100} does not belong to the base {self.save_id!r:.100}")
+        if self.name in (".", "..") or "/" in self.name:
+            raise ValueError(f"{self.name!r:.100} is not the name of a folder of the run")
         counts = len(self.digests), len(self.checksums)
         if len(self.paths) != len(self.chunks) or counts != (self.chunks.sum(), (self.chunks * self.subchunks).sum()):
             raise ValueError("the numbers of chunks of the base do not match its digests")
@@ -143,8 +145,8 @@ class StoredChunk:
     """The plan of a reused chunk if this rank can write it again: all its pieces are items of the rank."""
 
 
-class ChunkReuse:
-    """Reuses the chunks of a base in the save of one rank. Used by many threads."""
+class ReusableChunks:
+    """The chunks of a base that the save of one rank may reuse. Used by many threads."""
 
     def __init__(self, store: Store, base: Store, sent: SentBase) -> None:
         self._store = store

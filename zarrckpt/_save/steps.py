@@ -28,7 +28,7 @@ from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ChunkReuse, SentBase, read_base
+from zarrckpt._save.reuse import ReusableChunks, SentBase, read_base
 from zarrckpt._save.write import RankWriter, Results
 from zarrckpt._state.local_state import LocalState
 
@@ -105,7 +105,7 @@ class RankSave:
         """
         reuse = None
         if attempt.base is not None:
-            reuse = ChunkReuse(self._store, self.request.base_spec(attempt.base.name).open(), attempt.base)
+            reuse = ReusableChunks(self._store, self.request.base_spec(attempt.base.name).open(), attempt.base)
         self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()

@@ -31,7 +31,7 @@ from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.exchange import Exchange, Received
 from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ChunkReuse, StoredChunk
+from zarrckpt._save.reuse import ReusableChunks, StoredChunk
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
 from zarrckpt._store._base import Reuse
@@ -181,7 +181,7 @@ class RankWriter:
         self,
         store: Store,
         attempt: SentAttempt,
-        reuse: ChunkReuse | None,
+        reuse: ReusableChunks | None,
         plan: RankPlan,
         source: Source,
         request: SaveRequest,
