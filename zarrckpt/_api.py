@@ -28,6 +28,7 @@ def save(
     *,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
+    base: Url | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -55,6 +56,8 @@ def save(
         metadata: a dict of JSON types to store with the checkpoint, such as ``{"step": 7, "val_loss": 2.1}``, at most
             64 KiB. Tensors and numpy values with one element become numbers. ``Checkpoint.metadata``, ``zarrckpt info``
             and ``ls`` show it. If ranks pass different metadata, rank 0's is saved.
+        base: an earlier checkpoint in the same store. Its unchanged chunks are copied by the store or linked, not sent
+            (``docs/how-to/reuse.md``). If it cannot be read, everything is sent. ``storage_options`` apply to it, too.
         process_group: the ranks that save together (default: all). Each of them calls ``save``, other ranks do not.
         no_dist: save with this process only, and wait for no other rank. This is for calls on one rank, as in
             Lightning, and for a separate checkpoint of each rank, each at a different url. An entry of which other
@@ -85,7 +88,13 @@ def save(
     objects.refuse_swapped_arguments(state, url, "save")
     ranks = Ranks(process_group, no_dist=no_dist)
     request = SaveRequest.from_arguments(
-        url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
+        url,
+        options,
+        overwrite=overwrite,
+        metadata=metadata,
+        storage_options=storage_options,
+        progress=progress,
+        base=base,
     )
     if no_dist:
         objects.refuse_collective_objects(state)

@@ -13,6 +13,8 @@ from zarrckpt._plan.plan import PlanOptions, Sizes
 
 OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 
+ReuseChunks = Literal["auto", "on", "off"]
+
 CheckAfter = Literal["sample", "full", "off"]
 
 TIMEOUT = 1800.0
@@ -51,6 +53,12 @@ class SaveOptions:
             training.
         max_inflight_bytes: maximum memory in bytes of a rank for chunks in transfer, beyond the state or its copy
             (default 512 MiB, at least one chunk).
+        reuse: whether unchanged chunks of an earlier checkpoint, the base, are copied by the store or linked instead of
+            sent (``docs/how-to/reuse.md``). ``"auto"`` (default) does this in :class:`CheckpointManager`, where the
+            base is the run's newest checkpoint, and in saves with a ``base``. ``"on"`` also prepares other saves to be
+            a base: they store 8 bytes of digest per chunk. ``"off"`` writes every chunk.
+        reuse_full_every: write every chunk in one of this number of saves, so that a chunk that was damaged in the
+            store is not shared for ever. None (default) never does.
         timeout: maximum time in seconds without an arrival or progress of a rank (default 1800). Then all other ranks
             raise an error that names the rank. After 30 s, a warning (logger ``zarrckpt``) names what is waited for.
             Requests to the store have separate limits. DCP's calls use the timeout of their process group instead.
@@ -66,6 +74,8 @@ class SaveOptions:
     fill_bytes: int | None = None
     concurrency: int | None = None
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
+    reuse: ReuseChunks = "auto"
+    reuse_full_every: int | None = None
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
@@ -80,6 +90,10 @@ class SaveOptions:
             check_limits(fill_bytes=self.fill_bytes)
         if self.min_piece_bytes is not None:
             check_limits(0, min_piece_bytes=self.min_piece_bytes)
+        if self.reuse not in get_args(ReuseChunks):
+            raise ValueError(f"reuse must be one of {', '.join(get_args(ReuseChunks))}, got {self.reuse!r}")
+        if self.reuse_full_every is not None:
+            check_limits(reuse_full_every=self.reuse_full_every)
         _check_transfer(self)
 
     @property

@@ -15,6 +15,9 @@ class SaveReport:
     ``nbytes`` is the number of bytes of all chunk objects, and ``objects`` the number of these objects. ``rank_bytes``
     has the bytes that each rank wrote, by rank in the process group. ``seconds`` is the coordinator's time from the
     first access to its state to the end of the clean-up.
+
+    Of ``nbytes``, the store copied ``copied_bytes`` from the checkpoint at ``base``, ``linked_bytes`` are hard links to
+    its files, and the ranks sent ``sent_bytes``. ``base`` is "" if no chunk was reused.
     """
 
     url: str
@@ -23,6 +26,14 @@ class SaveReport:
     objects: int
     rank_bytes: tuple[int, ...]
     seconds: float = 0.0
+    base: str = ""
+    copied_bytes: int = 0
+    linked_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of chunk objects that the ranks wrote."""
+        return self.nbytes - self.copied_bytes - self.linked_bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
-from zarrckpt._store._base import Listing
+from zarrckpt._store._base import Listing, Reuse
 
 __all__ = [
     "FAIL",
@@ -86,7 +86,7 @@ class Call:
 Rule = Callable[[Call], Fault | None]
 """Return the fault of an operation, or None if it succeeds. Called from many threads, one at a time."""
 
-WRITES = frozenset({"put", "create", "replace", "delete", "sweep", "sync"})
+WRITES = frozenset({"put", "reuse", "create", "replace", "delete", "sweep", "sync"})
 
 
 def never(call: Call) -> Fault | None:
@@ -174,6 +174,10 @@ class FaultyStore(Store):
 
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         self._call("put", key, lambda: self._inner.put_parts(key, groups))
+
+    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+        inner = source._inner if isinstance(source, FaultyStore) else source
+        return self._call("reuse", key, lambda: self._inner.reuse(inner, source_key, key, nbytes))
 
     def create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda: self._inner.create(key, data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import pickle
 import struct
@@ -32,10 +33,12 @@ from zarrckpt._ranks.control_messages import Message, decode_message, encode_mes
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
+from zarrckpt._save.reuse import SentBase
 from zarrckpt._save.write import ArrayResult, ObjectResult
 
 ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
 NODE = ArrayNode("a/b", Grid((4, 6), (2, 6), (1, 6)), by_name("bfloat16"), True, Zstd(3))
+BASE = SentBase("step-1", ID, "", "0" * 64, 1, ("a",), *[np.ones(1, "<i8")] * 2, np.ones(1, "<u8"), np.ones(1, "<u4"))
 RECORDS = [
     Box((0, 1), (2, 3)),
     NODE,
@@ -46,10 +49,10 @@ RECORDS = [
     Sharding((0, 1), (2,), (Cut(0), None)),
     PlanOptions(Blosc(), Sizes(min_piece=1)),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
-    _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host")),
+    _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE)),
     _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
     _PlanDigests(b"plan", b"", {("w", None): b"digest"}),
-    ArrayResult(np.arange(3), np.arange(6, dtype="<u4"), np.zeros(0, "<u4"), 24),
+    ArrayResult(np.arange(3), np.arange(6, dtype="<u4"), np.zeros(0, "<u4"), np.zeros(0, "<u8"), 24),
     ObjectResult(value=ValueEntry("v", {"$tuple": [1, "\ud800", [2.5, None, True]]})),
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
@@ -123,6 +126,13 @@ def tree(text: str, raw: bytes = b"") -> bytes:
     return struct.pack("<I", len(text.encode())) + text.encode() + raw
 
 
+def forged_base(**changes: Any) -> bytes:
+    """Return a message with a SentBase that no rank would send."""
+    forged = copy.copy(BASE)
+    forged.__dict__.update(changes)
+    return wire.encode(forged)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -160,7 +170,11 @@ def tree(text: str, raw: bytes = b"") -> bytes:
         tree('["StatePath","set",null,null,"a"]'),
         tree('["StatePath","dict",1,null,"a"]'),
         tree('["ChosenCheckpoint","../other",1,["t"],false]'),
-        tree(f'["SentAttempt","{ID}","@../..","","host"]'),
+        tree(f'["SentAttempt","{ID}","@../..","","host",false,null]'),
+        forged_base(name=".."),
+        forged_base(name="a/b"),
+        forged_base(tree="@../.."),
+        forged_base(digests=np.ones(2, "<u8")),
     ],
     ids=lambda data: repr(data[4:40]),
 )

@@ -19,7 +19,7 @@ from zarrckpt._commit.discovery import removal_next_step
 from zarrckpt._commit.marker import CLAIM_KEY, Marker, claim_bytes, marker_key
 from zarrckpt._commit.pins import refuse_pinned
 from zarrckpt._commit.removal import delete_attempts
-from zarrckpt._commit.stored_documents import get_versioned_if_stored, parse_base, read_root
+from zarrckpt._commit.stored_documents import get_versioned_if_stored, parse_committed, read_root
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -44,7 +44,7 @@ class AttemptIds(Protocol):
     def save_id(self) -> str: ...
 
     @property
-    def base_id(self) -> str:
+    def replaced_id(self) -> str:
         """The id of the save that was committed at begin, or ""."""
 
 
@@ -53,7 +53,7 @@ class Attempt:
     """One save from begin to commit. Only the coordinator has it."""
 
     marker: Marker
-    base_document: VersionedObject | None
+    committed_document: VersionedObject | None
     """The root document at begin, or None. The commit replaces exactly this version."""
     history: tuple[str, ...]
     older: tuple[Marker, ...]
@@ -70,14 +70,14 @@ class Attempt:
         return self.marker.tree
 
     @property
-    def base_id(self) -> str:
+    def replaced_id(self) -> str:
         """The id of the save that was committed at begin, or ""."""
         return self.history[0] if self.history else ""
 
 
 def refuse_committed(store: Store) -> None:
     """Raise the error of :func:`begin` without ``overwrite`` if a root document exists. One request."""
-    _refuse_root(store, parse_base(store, get_versioned_if_stored(store, NODE), allow_damaged=False))
+    _refuse_root(store, parse_committed(store, get_versioned_if_stored(store, NODE), allow_damaged=False))
 
 
 def _refuse_root(store: Store, root: Root | None) -> None:
@@ -101,7 +101,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         raise CheckpointRemovedError(
             f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}. Then save again"
         )
-    root = parse_base(store, seen.base_document, allow_damaged=overwrite)
+    root = parse_committed(store, seen.committed_document, allow_damaged=overwrite)
     if not overwrite:
         _refuse_root(store, root)
     older = read_markers(store, root, seen)
@@ -109,11 +109,11 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     # The first attempt has the canonical tree. An attempt that began during a removal may have it too, without a claim,
     # because the removal has deleted the claim.
     tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
-    base_id = "" if root is None else root.save_id
-    own = dataclasses.replace(marker, tree=tree, base_id=base_id)
+    replaced_id = "" if root is None else root.save_id
+    own = dataclasses.replace(marker, tree=tree, replaced_id=replaced_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     unmarked = {*seen.attempt_ids} - {earlier.save_id for earlier in older}
-    attempt = Attempt(own, seen.base_document, history, tuple(older), tuple(sorted(unmarked)))
+    attempt = Attempt(own, seen.committed_document, history, tuple(older), tuple(sorted(unmarked)))
     keys = [marker_key(own.save_id)]
     try:
         store.put(keys[0], [own.to_bytes()])
@@ -122,7 +122,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
             store.put(keys[-1], [dumps(group_document())])
         # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
         store.sync(keys)
-        if seen.base_document is not None:
+        if seen.committed_document is not None:
             # Checked after the marker is put: a pin is put before markers are read, so one of the two finds the other.
             refuse_pinned(store)
     except BaseException:
@@ -148,16 +148,16 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     """
     data = root.to_bytes()
     try:
-        if attempt.base_document is None:
+        if attempt.committed_document is None:
             store.create(NODE, data)
         else:
-            store.replace(NODE, data, attempt.base_document.version)
+            store.replace(NODE, data, attempt.committed_document.version)
     except StorageError as err:
         winner = _read_winner(store)
         # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.
         if winner is not None and _has_committed(attempt, winner):
             return store.sync([NODE])
-        if winner is not None and winner.save_id != attempt.base_id:
+        if winner is not None and winner.save_id != attempt.replaced_id:
             abandon(store, attempt, lost=True)
             raise _lost_error(store, attempt, winner) from err
         # A full disk has refused the root permanently.
@@ -177,7 +177,7 @@ def report_lost_commit(store: Store, attempt: AttemptIds) -> Iterator[None]:
         yield
     except StorageError as err:
         winner = _read_winner(store)
-        if winner is None or winner.save_id == attempt.base_id or _has_committed(attempt, winner):
+        if winner is None or winner.save_id == attempt.replaced_id or _has_committed(attempt, winner):
             raise
         raise _lost_error(store, attempt, winner) from err
 
@@ -204,7 +204,7 @@ def _lost_error(store: Store, attempt: AttemptIds, winner: Root) -> CheckpointEx
 
 def clean_up(store: Store, attempt: Attempt) -> None:
     """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Warn if that fails."""
-    replaced = attempt.base_id
+    replaced = attempt.replaced_id
     try:
         delete_attempts(store, attempt.older, finished=[replaced] if replaced else [], spared=[attempt.marker])
         if attempt.unmarked:

@@ -14,8 +14,13 @@ from zarrckpt._jobs import BytesBudget
 from zarrckpt._store import Buffer, Store
 
 
-def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, budget: BytesBudget) -> ChunkEncoder:
-    """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes."""
+def put_chunk(
+    store: Store, key: str, node: ArrayNode, elements: Elements, budget: BytesBudget, *, digested: bool = False
+) -> ChunkEncoder:
+    """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes.
+
+    With ``digested``, it also has the digest of the object.
+    """
     encoder: ChunkEncoder | None = None
     with ExitStack() as held:
 
@@ -23,7 +28,7 @@ def put_chunk(store: Store, key: str, node: ArrayNode, elements: Elements, budge
             # The store calls this once for each try, after it has freed the memory of earlier chunks.
             nonlocal encoder
             held.close()
-            encoder = ChunkEncoder(node, elements)
+            encoder = ChunkEncoder(node, elements, digested=digested)
             scratch = held.enter_context(budget.take(*encoder.memory(in_parts=store.is_local)))
             return encoder.groups(scratch)
 

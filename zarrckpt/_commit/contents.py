@@ -15,7 +15,7 @@ from zarrckpt._commit.stored_documents import (
     get_versioned_if_stored,
     is_claimed,
     list_attempt_ids,
-    parse_base,
+    parse_committed,
     read_marker,
 )
 from zarrckpt._errors import StorageError
@@ -36,14 +36,14 @@ _CONTENTS_TRIES = 5
 class UrlListings:
     """The root document and the names at a url, before the markers are read."""
 
-    base_document: VersionedObject | None
+    committed_document: VersionedObject | None
     claimed: bool
     names: set[str]
     attempt_ids: list[str]
     removal: bool
     """Whether a removal has begun and not ended."""
     in_order: bool
-    """Whether ``names`` was read after ``base_document``, and ``attempt_ids`` after ``names``."""
+    """Whether ``names`` was read after ``committed_document``, and ``attempt_ids`` after ``names``."""
 
 
 def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
@@ -51,17 +51,17 @@ def read_listings(store: Store, *, to_save: bool = False) -> UrlListings:
 
     With ``to_save``, raises ForeignObjectsError if the url is inside a checkpoint, see :func:`refuse_inside`.
     """
-    read_base_document = partial(get_versioned_if_stored, key=NODE)
-    reads: list[Callable[[Store], Any]] = [read_base_document, is_claimed, list_top_names, list_attempt_ids]
+    read_committed_document = partial(get_versioned_if_stored, key=NODE)
+    reads: list[Callable[[Store], Any]] = [read_committed_document, is_claimed, list_top_names, list_attempt_ids]
     reads += [partial(find_inside_error, levels=levels) for levels in CLAIM_LEVELS if to_save]
     # A local read takes less time than the start of a thread.
     at_once = 1 if store.is_local else len(reads)
-    base_document, claimed, names, (attempt_ids, removal), *inside = run_jobs(
+    committed_document, claimed, names, (attempt_ids, removal), *inside = run_jobs(
         [partial(read, store) for read in reads], at_once
     )
     for error in filter(None, inside):
         raise error
-    return UrlListings(base_document, claimed, names, attempt_ids, removal, in_order=False)
+    return UrlListings(committed_document, claimed, names, attempt_ids, removal, in_order=False)
 
 
 def _list_in_order(store: Store, seen: UrlListings) -> UrlListings:
@@ -90,7 +90,7 @@ def read_markers(
     ``beside_checkpoints``, they are allowed in the folder of a run: if folders below the url have checkpoints, and none
     is committed at the url itself.
     """
-    if seen.base_document is not None and not seen.in_order:
+    if seen.committed_document is not None and not seen.in_order:
         # The attempt that wrote the root may have begun after the listings were read.
         return read_markers(store, root, _list_in_order(store, seen), beside_checkpoints=beside_checkpoints)
     reads = (partial(read_marker, store, save_id) for save_id in seen.attempt_ids)
@@ -104,7 +104,7 @@ def read_markers(
     foreign = seen.names - known
     if foreign and not seen.in_order:
         return read_markers(store, root, _list_in_order(store, seen), beside_checkpoints=beside_checkpoints)
-    if foreign and beside_checkpoints and seen.base_document is None and holds_checkpoints(store):
+    if foreign and beside_checkpoints and seen.committed_document is None and holds_checkpoints(store):
         # A save was begun by mistake in the folder of a run. Objects of others in that folder stay.
         return markers
     if foreign:
@@ -112,7 +112,7 @@ def read_markers(
         foreign = _still_stored(store, foreign)
     if foreign:
         raise foreign_objects_error(
-            store, foreign, committed=seen.base_document is not None, begun=store.holds(RESERVED_GROUP)
+            store, foreign, committed=seen.committed_document is not None, begun=store.holds(RESERVED_GROUP)
         )
     return markers
 
@@ -151,7 +151,7 @@ class UrlContents:
 
     def may_commit(self, marker: Marker) -> bool:
         """Whether an attempt could commit if it still runs: the save that it replaces is still committed."""
-        return not marker.failed and marker.base_id == ("" if self.root is None else self.root.save_id)
+        return not marker.failed and marker.replaced_id == ("" if self.root is None else self.root.save_id)
 
 
 def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoints: bool = False) -> UrlContents:
@@ -163,10 +163,10 @@ def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoin
     """
     for _ in range(_CONTENTS_TRIES):
         seen = _list_in_order(store, read_listings(store))
-        root = parse_base(store, seen.base_document, allow_damaged=allow_damaged or seen.removal)
+        root = parse_committed(store, seen.committed_document, allow_damaged=allow_damaged or seen.removal)
         markers = read_markers(store, root, seen, beside_checkpoints=beside_checkpoints and not seen.removal)
         probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
-        root_bytes = None if seen.base_document is None else seen.base_document.data
+        root_bytes = None if seen.committed_document is None else seen.committed_document.data
         # A save that commits in between changes which of the attempts could still commit.
         if root_bytes == get_if_stored(store, NODE):
             return UrlContents(root_bytes, root, seen.claimed, markers, probes, list_pin_keys(store), seen.removal)

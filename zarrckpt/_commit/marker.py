@@ -13,7 +13,7 @@ from functools import cached_property
 
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.names import check_paths
-from zarrckpt._format.root import CHECKSUMS, RESERVED_GROUP, SIZES, WRITERS, Root, parent_groups
+from zarrckpt._format.root import RESERVED_GROUP, TABLES, Root, parent_groups
 from zarrckpt._format.sealed import Members, nesting_bounded, now, parse_sealed, sealed_bytes
 
 REMOVED = "removed"
@@ -30,7 +30,7 @@ REMOVAL_KEY = f"{RESERVED_GROUP}/{REMOVED}/{NODE}"
 
 _CHUNK_KEY = re.compile(r"c(\.\d+)*", re.ASCII)
 _PIN_KEY = re.compile(rf"{RESERVED_GROUP}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
-_TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+_TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({'|'.join(TABLES)})/({re.escape(NODE)}|c\.0)")
 
 
 def new_id() -> str:
@@ -75,7 +75,7 @@ class Marker:
     arrays: tuple[str, ...]
     groups: tuple[str, ...]
     started: str
-    base_id: str = ""
+    replaced_id: str = ""
     """The id of the save that the attempt replaces, or "" if none was committed.
 
     The attempt can commit only while this save is the committed one.
@@ -90,7 +90,7 @@ class Marker:
         own: Json = {
             "attempt": self.save_id,
             "tree": self.tree,
-            "base": self.base_id,
+            "base": self.replaced_id,
             "started": self.started,
             "arrays": list(self.arrays),
             "groups": list(self.groups),
@@ -108,7 +108,7 @@ class Marker:
         """Return the folders below the checkpoint's url that this attempt may have created."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
         own = f"{RESERVED_GROUP}/{self.save_id}"
-        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
+        tables = {own, *(f"{own}/{name}" for name in TABLES)}
         return nodes | tables | ({self.tree} if self.tree else set())
 
     def names_key(self, key: str) -> bool:
@@ -140,14 +140,14 @@ def marker_of(root: Root) -> Marker:
 def parse_marker(data: bytes, where: str) -> Marker:
     """Parse and validate a stored marker. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
-    save_id, base_id = members.save_id("attempt"), members.text("base")
+    save_id, replaced_id = members.save_id("attempt"), members.text("base")
     return Marker(
         save_id,
         _tree(members, save_id),
         check_paths(members.sequence("arrays"), where),
         check_paths(members.sequence("groups"), where),
         members.time("started"),
-        base_id and members.as_save_id("base", base_id),
+        replaced_id and members.as_save_id("base", replaced_id),
         members.own.get("failed") is True,
         members.as_save_id("run", members.own["run"]) if "run" in members.own else "",
     )

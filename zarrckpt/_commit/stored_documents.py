@@ -46,15 +46,15 @@ def get_versioned_if_stored(store: Store, key: str) -> VersionedObject | None:
         return None
 
 
-def parse_base(store: Store, base_document: VersionedObject | None, *, allow_damaged: bool) -> Root | None:
+def parse_committed(store: Store, committed_document: VersionedObject | None, *, allow_damaged: bool) -> Root | None:
     """Return the root of a document, or None if there is none, or if it is damaged and ``allow_damaged`` is true.
 
     Raises CorruptCheckpointError or ForeignObjectsError otherwise.
     """
-    if base_document is None:
+    if committed_document is None:
         return None
     try:
-        return parse_root_document(base_document.data, store.url)
+        return parse_root_document(committed_document.data, store.url)
     except CorruptCheckpointError as err:
         if not allow_damaged:
             raise CorruptCheckpointError(f"{err}. overwrite=True replaces it, zarrckpt.remove deletes it") from err

@@ -71,6 +71,7 @@ class ZarrStorageWriter(StorageWriter):
         storage_options: options of the store by name, as for :func:`zarrckpt.save`.
         options: the layout and the transfer of bytes, see :class:`SaveOptions`.
         progress: as for :func:`save`.
+        base: an earlier checkpoint whose unchanged chunks are reused, as for :func:`zarrckpt.save`.
     """
 
     def __init__(
@@ -82,9 +83,16 @@ class ZarrStorageWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
         progress: Progress | None = None,
+        base: Url | None = None,
     ) -> None:
         self._request = SaveRequest.from_arguments(
-            url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
+            url,
+            options,
+            overwrite=overwrite,
+            metadata=metadata,
+            storage_options=storage_options,
+            progress=progress,
+            base=base,
         )
         self.save_id: str | None = None
         """The id of this writer's last save, as in the checkpoint's root document."""

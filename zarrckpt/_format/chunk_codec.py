@@ -19,6 +19,7 @@ from zarrckpt._format.chunk_layout import (
     subchunk_bytes,
 )
 from zarrckpt._format.crc32c import crc32c
+from zarrckpt._format.crc64 import crc64
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
 
@@ -73,21 +74,24 @@ class ChunkEncoder:
     """The bytes of one chunk object, in groups of buffers that are encoded one after the other.
 
     A subchunk that is contiguous in memory is not copied. At the end of the array, chunks are padded with zeros,
-    because Zarr stores full chunks.
+    because Zarr stores full chunks. With ``digested``, the encoder also computes the digest of the object.
     """
 
-    def __init__(self, node: ArrayNode, elements: Elements) -> None:
+    def __init__(self, node: ArrayNode, elements: Elements, *, digested: bool = False) -> None:
         self._node = node
+        self.digested = digested
         self._elements = elements
         self._inside = Box((0,) * len(elements.shape), elements.shape)
         self._boxes = [node.grid.subchunk_box(number) for number in range(node.grid.subchunks_per_chunk)]
         self._contiguous = [self._contiguous_bytes(box) for box in self._boxes]
         self.checksums: list[int] = []
-        """The checksums of the stored subchunks, in C order. Complete, like the next two, after the last group."""
+        """The checksums of the stored subchunks, in C order. Complete, like the next three, after the last group."""
         self.sizes: list[int] = []
         """The stored sizes of the subchunks in bytes, in C order, including their checksums."""
         self.nbytes = 0
         """The size of the chunk object in bytes."""
+        self.digest = 0
+        """The CRC-64/NVME of the chunk object, or 0 if it was not requested."""
 
     def memory(self, *, in_parts: bool) -> tuple[int, int]:
         """Return the size of the scratch memory for :meth:`groups`, and the most that it allocates itself, in bytes.
@@ -96,8 +100,8 @@ class ChunkEncoder:
         """
         return _memory(self._node, sum(data is None for data in self._contiguous), in_parts)
 
-    def groups(self, scratch: RawArray) -> Iterator[list[memoryview | bytes]]:
-        """Yield the buffers of the chunk in groups.
+    def groups(self, scratch: RawArray, group_bytes: int = GROUP_BYTES) -> Iterator[list[memoryview | bytes]]:
+        """Yield the buffers of the chunk in groups of about ``group_bytes``. 0 gives a group for each subchunk or less.
 
         If ``scratch`` is full, the group so far is yielded, and the next group overwrites the memory.
         """
@@ -118,6 +122,7 @@ class ChunkEncoder:
             crc = stored = 0
             for block in self._blocks(data):
                 crc = crc32c(block, crc)
+                self._add_to_digest(block)
                 stored += len(block)
                 waiting += len(block)
                 group.append(block)
@@ -125,12 +130,33 @@ class ChunkEncoder:
                     yield group
                     group, waiting = [], 0
             group.append(crc_bytes(crc))
+            self._add_to_digest(group[-1])
             self.checksums.append(crc)
             self.sizes.append(stored + CRC_BYTES)
             begins.append(begins[-1] + self.sizes[-1])
+            if waiting >= group_bytes:
+                yield group
+                group, waiting = [], 0
         group.append(encode_chunk_index(self._node, begins))
+        self._add_to_digest(group[-1])
         self.nbytes = begins[-1] + len(group[-1])
         yield group
+
+    def equals(self, checksums: RawArray, digest: int, scratch: RawArray) -> bool:
+        """Whether the object has these checksums of subchunks and this digest. Stops at the first other checksum.
+
+        The encoder must be ``digested``, and is used up.
+        """
+        expected = checksums.tolist()
+        for _ in self.groups(scratch, 0):
+            known = len(self.checksums)
+            if self.checksums != expected[:known]:
+                return False
+        return len(self.checksums) == len(expected) and self.digest == digest
+
+    def _add_to_digest(self, data: memoryview | bytes) -> None:
+        if self.digested:
+            self.digest = crc64(data, self.digest)
 
     def _contiguous_bytes(self, box: Box) -> RawArray | None:
         """Return a view of the bytes of a subchunk, or None if they are not contiguous in memory."""

@@ -26,7 +26,9 @@ RESERVED_GROUP = "@zarrckpt"
 RUN_GROUP = "@run"
 """The group, in a folder of checkpoints, whose document names the run and the job that continues it."""
 
-CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
+CHECKSUMS, WRITERS, SIZES, DIGESTS = "checksums", "writers", "sizes", "digests"
+TABLES = (CHECKSUMS, WRITERS, SIZES, DIGESTS)
+"""The names of all tables. The last two are optional."""
 MAX_POSITION = 1 << 20
 """Upper bound for positions in lists, because readers allocate a list up to its last position.
 
@@ -83,10 +85,22 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A uint32 array outside the tree: its number of elements and the crc32c of its bytes."""
+    """An array outside the tree (see :func:`table_node`): its number of elements and the crc32c of its bytes."""
 
     length: int
     crc32c: int
+
+
+@dataclass(frozen=True)
+class ReusedChunks:
+    """The chunks of a checkpoint that were copied or linked from an earlier checkpoint. They are stored here, too."""
+
+    save_id: str
+    """The id of the earlier save."""
+    objects: int
+    nbytes: int
+    saves: int
+    """The number of saves since the last one that wrote every chunk."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,10 @@ class Root:
     checksums: Table
     sizes: Table | None = None
     """The table of stored sizes, if an array is compressed."""
+    digests: Table | None = None
+    """The table of chunk digests, if the save wrote it for later saves that reuse its chunks."""
+    reused: ReusedChunks | None = None
+    """The chunks that the save reused, or None if it has written all."""
     history: tuple[str, ...] = ()
     created: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
@@ -187,7 +205,7 @@ class Root:
 
         It is a Zarr group with consolidated metadata and the attribute ``zarrckpt``.
         """
-        tables = {CHECKSUMS: self.checksums, SIZES: self.sizes}
+        tables = {CHECKSUMS: self.checksums, SIZES: self.sizes, DIGESTS: self.digests}
         members: Json = {
             "features": [],
             "save_id": self.save_id,
@@ -201,6 +219,8 @@ class Root:
             "containers": dict(self.containers),
             "tables": {name: asdict(table) for name, table in tables.items() if table is not None},
         }
+        if self.reused is not None:
+            members["reused"] = asdict(self.reused)
         if self.metadata:
             members["metadata"] = json_values.encode_json(dict(self.metadata))
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.documents()}
@@ -228,8 +248,12 @@ def parent_groups(paths: Iterable[str]) -> set[str]:
 
 
 def table_node(save_id: str, name: str, length: int) -> ArrayNode:
-    """Return the array of a table of an attempt. Its path is relative to the checkpoint's url."""
-    return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
+    """Return the array of a table of an attempt. Its path is relative to the checkpoint's url.
+
+    Its elements are uint64 digests of chunks, or uint32.
+    """
+    dtype = dtypes.by_name("uint64" if name == DIGESTS else "uint32")
+    return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtype)
 
 
 def spans(ranks: Iterable[int]) -> list[list[int]]:
@@ -279,6 +303,7 @@ def parse_root(data: bytes, where: str) -> Root:
         containers=containers,
         stacks=parsed.stacks,
         metadata=parse_metadata(members.own.get("metadata", {}), where),
+        reused=_reused(members),
         **_tables(members, nodes.values()),
     )
     _check_consistency(root, nodes, where)
@@ -318,11 +343,24 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
     return nodes
 
 
+def _reused(members: Members) -> ReusedChunks | None:
+    if "reused" not in members.own:
+        return None
+    reused = Members(members.mapping("reused"), f"{members.where}: reused")
+    reused.exactly("save_id", "objects", "nbytes", "saves")
+    numbers = {name: reused.count(name) for name in ("objects", "nbytes", "saves")}
+    return ReusedChunks(save_id=reused.save_id("save_id"), **numbers)
+
+
 def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
     """Return the tables. Each must have the number of elements that the arrays require."""
     lengths: dict[str, int] = {CHECKSUMS: 0}
+    if DIGESTS in members.mapping("tables"):
+        lengths[DIGESTS] = 0
     for node in nodes:
         lengths[CHECKSUMS] += node.grid.num_subchunks
+        if DIGESTS in lengths:
+            lengths[DIGESTS] += node.grid.num_chunks
         if node.compression is not None:
             lengths[SIZES] = lengths.get(SIZES, 0) + node.grid.num_subchunks
     entries = members.mapping("tables")

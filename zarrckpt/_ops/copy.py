@@ -184,7 +184,14 @@ class _Copy:
             (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency
         )
         self._target.sync(puts)
-        return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
+        return dataclasses.replace(
+            self._root,
+            created=now(),
+            checksums=tables[CHECKSUMS],
+            sizes=tables.get(SIZES),
+            digests=None,
+            reused=None,
+        )
 
     def report(self, began: float, uncast: tuple[str, ...]) -> CopyReport:
         """Return the report of the copy."""
@@ -192,7 +199,8 @@ class _Copy:
         lost = {names[path]: encoded.overflowed for path, encoded in self._encoded.items() if encoded.overflowed}
         objects = sum(node.grid.num_chunks for node in self._root.arrays())
         done, seconds = self._nbytes, time.monotonic() - began
-        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost, uncast)
+        saved = (self._target.url, self._root.save_id, done, objects, (done,), seconds)
+        return CopyReport(*saved, overflowed=lost, uncast=uncast)
 
     def _expected(self, node: ArrayNode, chunk: Ints) -> int:
         """Return a chunk's bytes for the progress: its object's size, or the size of its elements if it is encoded."""

@@ -34,7 +34,7 @@ from zarrckpt._format.chunk_layout import (
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
-from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, table_node
+from zarrckpt._format.root import CHECKSUMS, DIGESTS, SIZES, WRITERS, table_node
 from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import request_ranges
@@ -244,13 +244,14 @@ class _Verification:
             (CHECKSUMS, root.checksums.length, partial(read, CHECKSUMS, root.checksums)),
             (WRITERS, chunks, self._catalog.read_writers_table),
         ]
-        if root.sizes is not None:
-            tables.append((SIZES, root.sizes.length, partial(read, SIZES, root.sizes)))
+        for name, table in ((SIZES, root.sizes), (DIGESTS, root.digests)):
+            if table is not None:
+                tables.append((name, table.length, partial(read, name, table)))
         for name, length, check in tables:
             node = table_node(root.save_id, name, length)
             yield self._exactly(join(node.path, NODE), "", node.document_bytes())
             if length:
-                yield _Expected(node.chunk_key((0,)), "", 4 * length + CRC_BYTES, partial(self._fault_of, check))
+                yield _Expected(node.chunk_key((0,)), "", chunk_object_bytes(node), partial(self._fault_of, check))
 
     def _chunks(self, tables: bool) -> Iterator[_Expected]:
         tree = self._catalog.root.tree

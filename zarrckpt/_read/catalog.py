@@ -28,6 +28,7 @@ from zarrckpt._format.chunk_layout import (
     RawArray,
     chunk_object_bytes,
     max_stored_subchunk_bytes,
+    raw_dtype,
     stored_crc,
     subchunk_bytes,
 )
@@ -188,25 +189,26 @@ class Catalog:
         return table
 
     def read_table(self, name: str, table: Table) -> RawArray:
-        """Read a table and check it against the root. Raises CorruptCheckpointError."""
+        """Read a table and check it against the root. One request. Raises CorruptCheckpointError."""
         return self._read_table(name, table.length, table.crc32c)
 
     def _read_table(self, name: str, length: int, crc: int | None) -> RawArray:
         if length == 0:
             return np.zeros(0, "<u4")
-        key = table_node(self.root.save_id, name, length).chunk_key((0,))
+        node = table_node(self.root.save_id, name, length)
+        key, nbytes = node.chunk_key((0,)), chunk_object_bytes(node)
         with self.explaining_damage():
             try:
-                data = self.store.get_bounded(key, 4 * length + CRC_BYTES)
+                data = self.store.get_bounded(key, nbytes)
             except ObjectNotFoundError as err:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)
-            found = stored_crc(stored) if len(stored) == 4 * length + CRC_BYTES else None
+            found = stored_crc(stored) if len(stored) == nbytes else None
             if found is None or (crc is not None and found != crc):
                 raise CorruptCheckpointError(
                     f"the {name} table {key!r} in {self.store.url} is damaged: its size or checksum differs"
                 )
-        return stored[:-CRC_BYTES].view("<u4")
+        return stored[:-CRC_BYTES].view(raw_dtype(node.dtype.itemsize))
 
     def read_non_tensor(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """Return a non-tensor entry as the Python object that was saved.

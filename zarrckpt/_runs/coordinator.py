@@ -67,6 +67,8 @@ class RunCoordinator:
         self.retention = Retention(spec, keep, self.ownership, self._unpin_origin)
         self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
+        self.newest_name = ""
+        """The folder of this checkpoint, whose chunks the next save reuses, or ""."""
         self._has_unpinned = False
         """Whether this job has deleted the pin of the checkpoint from which the run began."""
 
@@ -96,7 +98,7 @@ class RunCoordinator:
         stored = self.ownership.read()
         if chosen is None:
             _refuse_to_begin_anew(url, stored, damaged)
-        self.newest_step = -1 if newest is None else newest.step
+        self._note_newest(newest)
         try:
             self._take_over(stored, chosen, steps, newest)
         except StorageError as err:
@@ -183,7 +185,10 @@ class RunCoordinator:
                 remove_all(self.spec.child(name).open(), left)
                 with self.retention.lock_known() as known:
                     known.forget(name)
-        self.newest_step = chosen.step
+        self._note_newest(chosen)
+
+    def _note_newest(self, newest: RunCheckpoint | None) -> None:
+        self.newest_step, self.newest_name = (-1, "") if newest is None else (newest.step, newest.name)
 
     # -- the checkpoint of another run from which this run begins
 
@@ -220,7 +225,7 @@ class RunCoordinator:
             steps = _list_steps(self.spec.open())
             newest, _ = self._find_newest(steps, frozenset())
             stored = self.ownership.read()
-            self.newest_step = -1 if newest is None else newest.step
+            self._note_newest(newest)
             self._take_over(stored, newest, steps, newest)
 
 
@@ -261,6 +266,12 @@ class RunSave:
             warn(text)
         return coordinator.ownership.record.run_id
 
+    def base_name(self) -> str:
+        return self.coordinator.newest_name
+
+    def base_spec(self, name: str) -> StoreSpec:
+        return self.coordinator.spec.child(name)
+
     def metadata(self) -> Mapping[str, Any]:
         return self.coordinator.ownership.metadata()
 
@@ -281,7 +292,7 @@ class RunSave:
             raise RunTakenOverError(f"{err}. {url} was committed but may lack objects: zarrckpt verify {url}") from err
         except StorageError:
             pass  # The checkpoint is committed, and the next save checks again.
-        coordinator.newest_step = self.step
+        coordinator.newest_step, coordinator.newest_name = self.step, self.name
         coordinator.ownership.record_first_commit()
         coordinator.retention.delete_after_commit(self.name, self.step, self.metadata_of_step)
 

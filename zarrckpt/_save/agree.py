@@ -29,6 +29,7 @@ from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
+from zarrckpt._save.reuse import SentBase
 from zarrckpt._state.local_state import LocalState
 
 A = TypeVar("A")
@@ -50,10 +51,14 @@ class SentAttempt:
     save_id: str
     tree: str
     """The key prefix of the attempt's objects."""
-    base_id: str
+    replaced_id: str
     """The save id of the checkpoint that this one replaces, or ''."""
     host: str
     """The name of the coordinator's host."""
+    digested: bool = False
+    """Whether the save stores digests of its chunks, so that later saves can reuse them."""
+    base: SentBase | None = None
+    """The checkpoint whose chunks the save may reuse."""
 
     def __post_init__(self) -> None:
         if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):

@@ -235,6 +235,7 @@ def async_save(
     *,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
+    base: Url | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -259,6 +260,7 @@ def async_save(
         url: the url of the new checkpoint, as for :func:`zarrckpt.save`.
         overwrite: replace a committed checkpoint at this url (default False: raise CheckpointExistsError).
         metadata: a dict of JSON types to store with the checkpoint, as for :func:`zarrckpt.save`.
+        base: an earlier checkpoint whose unchanged chunks are reused, as for :func:`zarrckpt.save`.
         process_group: the ranks that save together (default: all). Each rank of the group must call it.
         no_dist: save this process alone, as in :func:`zarrckpt.save`.
         storage_options: options of the store by name, as for :func:`zarrckpt.save`.
@@ -290,6 +292,7 @@ def async_save(
         metadata=metadata,
         storage_options=storage_options,
         progress=progress,
+        base=base,
     )
     return save_in_background(state, request, ranks, keep_buffers=keep_buffers, copy_in_background=copy_in_background)
 

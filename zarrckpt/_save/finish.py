@@ -17,12 +17,24 @@ from zarrckpt._format import names as _names
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.json_values import dumps
-from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
+from zarrckpt._format.root import (
+    CHECKSUMS,
+    DIGESTS,
+    SIZES,
+    WRITERS,
+    BlobEntry,
+    ReusedChunks,
+    Root,
+    Stack,
+    ValueEntry,
+    parent_groups,
+)
 from zarrckpt._format.sealed import now
 from zarrckpt._format.state_path import DICT, LIST, StatePath
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
+from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.write import ArrayResult, ObjectResult, Results
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
@@ -34,6 +46,7 @@ def finish_save(
     layout: Layout,
     results: Sequence[Results],
     metadata: Mapping[str, Any],
+    sent: SentAttempt,
 ) -> tuple[Root, SaveReport]:
     """Compare the ranks' results with the layout, write the tables and the groups of blobs, and return the root.
 
@@ -45,7 +58,7 @@ def finish_save(
     _check_paths(layout, {fqn: blob.array.path for fqn, blob in blobs.items()})
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
     nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
-    numbers = _tables_of_results(nodes, written)
+    numbers = _tables_of_results(nodes, written, sent.digested)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
     tables, puts = encode_tables(attempt.save_id, numbers)
@@ -59,6 +72,8 @@ def finish_save(
         entries={fqn: entries[fqn] for fqn in layout.paths},
         checksums=tables[CHECKSUMS],
         sizes=tables.get(SIZES),
+        digests=tables.get(DIGESTS),
+        reused=_reused(sent, written),
         history=attempt.history,
         created=now(),
         software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -73,8 +88,26 @@ def finish_save(
         metadata=metadata,
     )
     rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)
-    report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(numbers[WRITERS]), rank_bytes)
+    arrays = [array for parts in written.values() for _, array in parts]
+    report = SaveReport(
+        store.url,
+        attempt.save_id,
+        sum(rank_bytes),
+        len(numbers[WRITERS]),
+        rank_bytes,
+        copied_bytes=sum(array.copied for array in arrays),
+        linked_bytes=sum(array.linked for array in arrays),
+    )
     return root, report
+
+
+def _reused(sent: SentAttempt, written: Mapping[str, Sequence[tuple[int, ArrayResult]]]) -> ReusedChunks | None:
+    arrays = [array for parts in written.values() for _, array in parts]
+    objects = sum(array.reused for array in arrays)
+    if sent.base is None or not objects:
+        return None
+    nbytes = sum(array.copied + array.linked for array in arrays)
+    return ReusedChunks(sent.base.save_id, objects, nbytes, sent.base.saves)
 
 
 def _collect(
@@ -119,26 +152,30 @@ def _check_paths(layout: Layout, paths: Mapping[str, str]) -> None:
 
 
 def _tables_of_results(
-    nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
+    nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]], digested: bool
 ) -> dict[str, RawArray]:
-    """Return the tables: the checksum of every subchunk, the writer of every chunk, and stored sizes.
+    """Return the tables: the checksum of every subchunk, the writer of every chunk, stored sizes and chunk digests.
 
     Arrays are sorted by path. The sizes table has the subchunks of compressed arrays, and is absent if no array is
-    compressed. Raises IncompleteSaveError if not exactly one rank wrote each chunk.
+    compressed. The digests table is absent unless ``digested``. Raises IncompleteSaveError if not exactly one rank
+    wrote each chunk.
     """
-    parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
+    parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: [], **({DIGESTS: []} if digested else {})}
     for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
         chunks, per_chunk = node.grid.num_chunks, node.grid.subchunks_per_chunk
         crcs = np.zeros((chunks, per_chunk), "<u4")
         ranks = np.zeros(chunks, "<u4")
         times = np.zeros(chunks, np.int64)
         sizes = np.zeros_like(crcs) if node.compression is not None else None
+        digests = np.zeros(chunks, "<u8")
         for rank, result in written.get(fqn, []):
             crcs[result.chunks] = result.checksums.reshape(-1, per_chunk)
             ranks[result.chunks] = rank
             np.add.at(times, result.chunks, 1)
             if sizes is not None:
                 sizes[result.chunks] = result.sizes.reshape(-1, per_chunk)
+            if digested:
+                digests[result.chunks] = result.digests
         if (times != 1).any():
             raise IncompleteSaveError(
                 f"of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written and "
@@ -146,10 +183,12 @@ def _tables_of_results(
             )
         parts[CHECKSUMS].append(crcs.reshape(-1))
         parts[WRITERS].append(ranks)
+        if digested:
+            parts[DIGESTS].append(digests)
         if sizes is not None:
             parts.setdefault(SIZES, []).append(sizes.reshape(-1))
-    empty = np.zeros(0, "<u4")
-    return {name: np.concatenate([empty, *arrays]) for name, arrays in parts.items()}
+    empty = {name: np.zeros(0, "<u8" if name == DIGESTS else "<u4") for name in parts}
+    return {name: np.concatenate([empty[name], *arrays]) for name, arrays in parts.items()}
 
 
 def _spelled(path: StatePath) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zarrckpt._commit import attempts
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._format.metadata import checked_metadata
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions, checked_options
@@ -26,6 +26,12 @@ class Run(Protocol):
 
         It may be called more than once per save.
         """
+
+    def base_name(self) -> str:
+        """Return the folder of the run's newest checkpoint, or "". No request."""
+
+    def base_spec(self, name: str) -> StoreSpec:
+        """Return the store of a checkpoint in a folder of the run. All ranks may call it."""
 
     def metadata(self) -> Mapping[str, Any]:
         """Return the entries that the run adds to the checkpoint's metadata."""
@@ -50,6 +56,32 @@ class SaveRequest:
     options: SaveOptions
     progress: Progress | None
     run: Run | None = None
+    base: StoreSpec | None = None
+    """The checkpoint whose chunks the caller wants to reuse."""
+
+    @property
+    def digested(self) -> bool:
+        """Whether the save stores digests of its chunks, so that later saves can reuse them."""
+        reuse = self.options.reuse
+        return reuse == "on" or (reuse == "auto" and (self.run is not None or self.base is not None))
+
+    def base_to_read(self) -> tuple[StoreSpec, str] | None:
+        """Return the base of the save and its folder in the run, or None. Only the coordinator calls it."""
+        if not self.digested:
+            return None
+        if self.base is not None:
+            return self.base, ""
+        name = "" if self.run is None else self.run.base_name()
+        return (self.base_spec(name), name) if name else None
+
+    def base_spec(self, name: str) -> StoreSpec:
+        """Return the store of the base that the coordinator has read. ``name`` is its folder in the run, or ""."""
+        spec = self.base if self.run is None or not name else self.run.base_spec(name)
+        if spec is None:
+            raise CheckpointError(
+                "rank 0 saves with a base, but this rank does not. Pass the same arguments on all ranks"
+            )
+        return spec
 
     @classmethod
     def from_arguments(
@@ -61,6 +93,7 @@ class SaveRequest:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        base: Url | None = None,
     ) -> SaveRequest:
         """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name.
 
@@ -68,7 +101,8 @@ class SaveRequest:
         """
         options = checked_options(options, SaveOptions)
         spec = StoreSpec(url, storage_options, options.durable, options.concurrency)
-        return cls(spec, overwrite, checked_metadata(metadata), options, progress)
+        stored = None if base is None else StoreSpec(base, storage_options, options.durable, options.concurrency)
+        return cls(spec, overwrite, checked_metadata(metadata), options, progress, base=stored)
 
     def refuse_committed(self) -> None:
         """Raise CheckpointExistsError if the save would fail because a checkpoint is committed. One request.

@@ -16,6 +16,7 @@ from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageErro
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
 from zarrckpt._format.wire import record
+from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.calls import call_on_coordinator
@@ -27,6 +28,7 @@ from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.reuse import ReusableChunks, SentBase, read_base
 from zarrckpt._save.write import RankWriter, Results
 from zarrckpt._state.local_state import LocalState
 
@@ -84,6 +86,7 @@ class RankSave:
         self._stopped = False
         self._attempt: attempts.Attempt | None = None
         """On the coordinator, from :meth:`begin` until the commit or the failure."""
+        self._sent: SentAttempt | None = None
         self._root: Root | None = None
 
     # -- all ranks
@@ -101,7 +104,10 @@ class RankSave:
         Raises CheckpointError before the first put if a tensor does not match the plan. Raises StorageError if the
         coordinator writes to a different storage, and deletes the written objects first.
         """
-        self._writer = RankWriter(self._store, attempt.tree, plan, source, self.request, report_alive)
+        reuse = None
+        if attempt.base is not None:
+            reuse = ReusableChunks(self._store, self.request.base_spec(attempt.base.name).open(), attempt.base)
+        self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
         with attempts.report_lost_commit(self._store, attempt):
@@ -125,7 +131,7 @@ class RankSave:
     # -- the coordinator
 
     def begin(self, layout: Layout) -> SentAttempt:
-        """Check for a checkpoint, claim the url, write the marker. About 9 requests.
+        """Check for a checkpoint, claim the url, write the marker. About 9 requests, and three to read a base.
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
@@ -134,21 +140,30 @@ class RankSave:
             self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
-        self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
-        return SentAttempt(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
+        with in_thread(partial(self._read_base, layout), at_once=self._store.is_local) as base:
+            attempt = self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
+            digested = self.request.digested
+            self._sent = SentAttempt(attempt.save_id, attempt.tree, attempt.replaced_id, host_name(), digested, base())
+        return self._sent
+
+    def _read_base(self, layout: Layout) -> SentBase | None:
+        found = self.request.base_to_read()
+        return None if found is None else read_base(*found, layout, self.request.options.reuse_full_every)
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
 
         Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.
         """
-        assert self._attempt is not None
+        assert self._attempt is not None and self._sent is not None
         store, attempt = self._store, self._attempt
         try:
             with attempts.report_lost_commit(store, attempt):
                 of_run = {} if self.request.run is None else self.request.run.metadata()
                 metadata = {**self.request.metadata, **of_run}
-                self._root, report = finish_save(store, attempt, layout, results, metadata)
+                self._root, report = finish_save(store, attempt, layout, results, metadata, self._sent)
+                if self._root.reused is not None and self._sent.base is not None:
+                    report = dataclasses.replace(report, base=self.request.base_spec(self._sent.base.name).url)
                 return report
         except CheckpointExistsError:
             self._attempt = None

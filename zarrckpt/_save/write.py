@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
-from zarrckpt._errors import CheckpointError
-from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
+from zarrckpt._errors import CheckpointError, IncompleteSaveError
+from zarrckpt._format.chunk_codec import ArrayElements, Elements
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import NODE, ArrayNode, join
 from zarrckpt._format.dtypes import by_name
@@ -26,11 +27,14 @@ from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
 from zarrckpt._ranks.errors import StoppedError
 from zarrckpt._ranks.messages import Channel
+from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.exchange import Exchange, Received
 from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.reuse import ReusableChunks, StoredChunk
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
+from zarrckpt._store._base import Reuse
 
 _SINGLE_THREAD_BYTES = 64 << 10
 """Up to this size, one tensor is written to a local file without threads, because starting a thread takes longer."""
@@ -41,13 +45,19 @@ _SINGLE_THREAD_BYTES = 64 << 10
 class ArrayResult:
     """The chunks of one array that one rank wrote: chunk numbers (int64) and subchunk checksums (uint32, C order).
 
-    ``sizes`` has the stored sizes of these subchunks (uint32). It is empty if the array is not compressed.
+    ``sizes`` has the stored sizes of these subchunks (uint32). It is empty if the array is not compressed. ``digests``
+    has the digests of the chunks (uint64). It is empty if the save stores none. Of ``nbytes``, the bytes of all chunks,
+    ``copied`` and ``linked`` were not written, but reused from ``reused`` chunks of the base.
     """
 
     chunks: np.ndarray[Any, Any]
     checksums: np.ndarray[Any, Any]
     sizes: np.ndarray[Any, Any]
+    digests: np.ndarray[Any, Any]
     nbytes: int
+    copied: int = 0
+    linked: int = 0
+    reused: int = 0
 
 
 @record
@@ -72,18 +82,36 @@ class _Written:
     chunks: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
     nbytes: int = 0
+    reused: Counter[Reuse] = field(default_factory=Counter)
+    """The bytes of reused chunks."""
+    reused_chunks: int = 0
 
-    def add(self, node: ArrayNode, chunk_index: Ints, encoder: ChunkEncoder) -> None:
+    def add(self, node: ArrayNode, chunk_index: Ints, stored: StoredChunk) -> None:
+        encoder = stored.encoder
         self.chunks.append(node.grid.chunk_number(chunk_index))
         self.checksums.extend(encoder.checksums)
         if node.compression is not None:
             self.sizes.extend(encoder.sizes)
+        if encoder.digested:
+            self.digests.append(encoder.digest)
         self.nbytes += encoder.nbytes
+        if stored.reuse is not None:
+            self.reused[stored.reuse] += encoder.nbytes
+            self.reused_chunks += 1
 
     def result(self) -> ArrayResult:
-        checksums, sizes = np.array(self.checksums, "<u4"), np.array(self.sizes, "<u4")
-        return ArrayResult(np.array(self.chunks, "<i8"), checksums, sizes, self.nbytes)
+        return ArrayResult(
+            np.array(self.chunks, "<i8"),
+            np.array(self.checksums, "<u4"),
+            np.array(self.sizes, "<u4"),
+            np.array(self.digests, "<u8"),
+            self.nbytes,
+            self.reused["copied"],
+            self.reused["linked"],
+            self.reused_chunks,
+        )
 
 
 Results = Mapping[str, ObjectResult | ArrayResult]
@@ -147,19 +175,22 @@ class PieceElements:
 
 
 class RankWriter:
-    """The writes of one rank in one save, to objects whose keys begin with ``tree``."""
+    """The writes of one rank in one save. ``reuse`` is None if no chunk can be reused."""
 
     def __init__(
         self,
         store: Store,
-        tree: str,
+        attempt: SentAttempt,
+        reuse: ReusableChunks | None,
         plan: RankPlan,
         source: Source,
         request: SaveRequest,
         report_alive: Callable[[], None],
     ) -> None:
         self._store = store
-        self._tree = tree
+        self._tree = attempt.tree
+        self._digested = attempt.digested
+        self._reuse = reuse
         self._plan = plan
         self._source = source
         self._items = Items(plan, source)
@@ -219,6 +250,7 @@ class RankWriter:
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
             run_jobs(self._jobs(), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)
+        self._write_changed()
         self._store.sync(self._keys)
         return {
             **dict(zip(paths, objects, strict=True)),
@@ -263,9 +295,9 @@ class RankWriter:
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
         elements = self._elements(node, chunk, received)
-        encoder = self._put_elements(node, chunk.chunk_index, elements)
+        stored = self._put_elements(node, chunk.chunk_index, elements, None if received else chunk)
         with self._lock:
-            self._written[chunk.fqn].add(node, chunk.chunk_index, encoder)
+            self._written[chunk.fqn].add(node, chunk.chunk_index, stored)
             self._done += self._chunk_bytes(chunk)
             self._report_alive()
             if self._progress is not None:
@@ -279,9 +311,34 @@ class RankWriter:
                 return ArrayElements(memory)
         return PieceElements(node.grid.chunk_box(chunk.chunk_index), chunk.pieces, self._items, received)
 
-    def _put_elements(self, node: ArrayNode, chunk_index: Ints, elements: Elements) -> ChunkEncoder:
+    def _put_elements(
+        self, node: ArrayNode, chunk_index: Ints, elements: Elements, chunk: ChunkPlan | None = None
+    ) -> StoredChunk:
+        """Put or reuse a chunk. ``chunk`` is its plan if this rank can write it again."""
         key = self._record_key(join(self._tree, node.chunk_key(chunk_index)))
-        return put_chunk(self._store, key, node, elements, self._budget)
+        if self._reuse is not None:
+            reused = self._reuse.reuse(key, node, chunk_index, elements, self._budget, chunk)
+            if reused is not None:
+                return reused
+        encoder = put_chunk(self._store, key, node, elements, self._budget, digested=self._digested)
+        return StoredChunk(key, encoder)
+
+    def _write_changed(self) -> None:
+        """Write the chunks whose copies have other bytes, because the base was replaced while they were copied.
+
+        Raises IncompleteSaveError for a chunk whose pieces are not in the memory of this rank any more.
+        """
+        for reused in [] if self._reuse is None else self._reuse.find_changed(self._budget):
+            if (chunk := reused.chunk) is None:
+                raise IncompleteSaveError(
+                    f"{reused.key!r} was copied from the base while another process replaced the base. Nothing was "
+                    "committed. Save again, without this base"
+                )
+            node = self._plan.arrays[chunk.fqn]
+            elements = self._elements(node, chunk, {})
+            encoder = put_chunk(self._store, reused.key, node, elements, self._budget, digested=True)
+            if encoder.digest != reused.encoder.digest:
+                raise CheckpointError(f"{chunk.fqn!r} changed during the save. Do not change the state during the save")
 
     def _put_document(self, path: str, document: bytes) -> None:
         self._store.put_parts(self._record_key(join(self._tree, path, NODE)), lambda: [[document]])
@@ -302,8 +359,7 @@ class RankWriter:
         written = _Written()
         for chunk_index in node.grid.chunks_of(node.grid.whole):
             elements = ArrayElements(payload[node.grid.chunk_box(chunk_index).slices()])
-            encoder = self._put_elements(node, chunk_index, elements)
-            written.add(node, chunk_index, encoder)
+            written.add(node, chunk_index, self._put_elements(node, chunk_index, elements))
         self._put_document(path, node.document_bytes())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -22,6 +22,9 @@ from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
 
 T = TypeVar("T")
+
+Reuse = Literal["copied", "linked"]
+"""How an object was made from another one: by a copy within the object store, or by a hard link or clone of a file."""
 
 Listing = tuple[list[str], list[str]]
 """The names of (objects, folders) right below one folder, each sorted."""
@@ -172,7 +175,7 @@ class Store(abc.ABC):
         def refuse(*_: Any) -> NoReturn:
             raise StorageError(f"{self.url}: this store was opened read-only. Pass a store that can be written to")
 
-        for verb in ("put", "put_parts", "create", "replace", "delete", "sweep", "remove_folder"):
+        for verb in ("put", "put_parts", "reuse", "create", "replace", "delete", "sweep", "remove_folder"):
             setattr(self, verb, refuse)
 
     def __reduce__(self) -> NoReturn:
@@ -260,6 +263,15 @@ class Store(abc.ABC):
         with self.encoders:
             buffers = [buffer for group in groups() for buffer in group]
         self.put(key, buffers)
+
+    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+        """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, if no byte is sent.
+
+        Returns None if the stores cannot do this, or if the source is absent or has another size. Then the caller puts
+        the object. Two requests in S3, Google Cloud Storage and Azure, which copy within one account. Local files are
+        linked, or cloned if links are refused. Other stores always return None.
+        """
+        return None
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:

@@ -27,6 +27,7 @@ from zarrckpt._store._base import (
     Listing,
     ObjectInfo,
     Reader,
+    Reuse,
     Store,
     byte_views,
     check_key,
@@ -136,10 +137,30 @@ class LocalStore(Store):
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         self._put(key, lambda path: files.write_new(path, map(byte_views, groups())))
 
+    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+        if not isinstance(source, LocalStore):
+            return None
+        found = source._path(source_key)
+        reused = False
+
+        def work(path: str) -> None:
+            nonlocal reused
+            reused = files.link_new(found, path, nbytes)
+
+        self._write("linking", key, work)
+        if not reused:
+            return None
+        # The base may have been saved with durable=False.
+        self._begin_sync(key)
+        return "linked"
+
     def _put(self, key: str, work: Callable[[str], None]) -> None:
         self._write("writing", key, work)
+        self._begin_sync(key)
+
+    def _begin_sync(self, key: str) -> None:
+        """Begin to sync a new file while others are still being written, so that the disk works in the meantime."""
         if self._durable:
-            # Begin to sync the file while others are still being written, so that the disk works in the meantime.
             with self._lock:
                 self._syncs[key] = _disk_threads().submit(self._call_on, "syncing", self._path(key), files.sync_path)
 

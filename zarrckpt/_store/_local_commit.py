@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import time
 import uuid
 import warnings
@@ -21,9 +22,11 @@ from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import version_of
 from zarrckpt._store._failures import ABSENT
-from zarrckpt._store._regular_files import read_regular
+from zarrckpt._store._regular_files import open_regular, read_regular
 
 _LOCK_SECONDS = 60.0
+_FICLONE = 0x40049409
+"""The number of Linux's ioctl that makes a file share the blocks of another one."""
 # One lock for the process: POSIX locks belong to processes and do not exclude threads.
 _THREADS_LOCK = ForkSafeLock()
 
@@ -95,6 +98,46 @@ def write_new(path: str, groups: Views) -> None:
         os.unlink(path)
         file = _open_new(path)
     _fill_new(file, path, groups, sync=False)
+
+
+def link_new(source: str, path: str, nbytes: int) -> bool:
+    """Make a file that shares the data of a source of ``nbytes`` bytes: a hard link, or a clone of its blocks.
+
+    Return False if the source is absent, is not a plain file of this size, or if the filesystem can do neither. An
+    existing file is replaced as in :func:`write_new`. The new file has the present time, so that a clean-up by age does
+    not take it for an old one.
+    """
+    with contextlib.suppress(*ABSENT):
+        _unlink(path)
+    try:
+        os.link(source, path, follow_symlinks=False)
+    except ABSENT:
+        if not os.path.isdir(os.path.dirname(path)):
+            raise
+        return False
+    except OSError as error:
+        if error.errno not in (*_NO_LINKS, errno.EXDEV) or not _clone(source, path):
+            return False
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+            _unlink(path)
+            return False
+        os.utime(path)
+    except PermissionError:
+        pass  # Another user owns the file, so its time cannot be set.
+    return True
+
+
+def _clone(source: str, path: str) -> bool:
+    """Make a file that shares the blocks of another one (Btrfs, XFS). Return False on other filesystems."""
+    try:
+        with closed_after(open_regular(source)) as read, closed_after(_open_new(path)) as file:
+            fcntl.ioctl(file, _FICLONE, read)
+    except OSError:
+        _unlink(path)
+        return False
+    return True
 
 
 def _open_new(path: str) -> int:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import obstore
 from obstore import exceptions as client_errors
 
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, VersionedObject, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
@@ -56,6 +56,8 @@ class ObstoreStore(ClientStore):
         super().__init__(url, client.prefix, client.conditions, secrets=client.known_secrets)
         self._client = client
         self._bucket = client.bucket
+        self._can_copy = True
+        """False after a copy has failed for another reason than an absent source."""
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))
@@ -111,6 +113,23 @@ class ObstoreStore(ClientStore):
                 raise
             # The reason is lost. A put with one request succeeds, or its error contains the reason.
             self._put(key, views, client="unrepeated", use_multipart=False)
+
+    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+        if not (isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy):
+            return None
+        name, found = self.name(key), source.name(source_key)
+        try:
+            self.call(
+                f"copying {found!r} to {key!r}", lambda: obstore.copy(self._bucket.store, found, name), source_key
+            )
+            return "copied" if self.size(key) == nbytes else None
+        except ObjectNotFoundError:
+            return None
+        except StorageError as error:
+            # The put that follows shows whether the server can be reached.
+            self._can_copy = False
+            log.warning("%s: objects cannot be copied and are written instead: %s", self.url, error)
+            return None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_mode(key, data, "create", f"creating {key!r}")

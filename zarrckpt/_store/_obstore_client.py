@@ -100,7 +100,9 @@ class Bucket:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
-        self._out, self._server = out, server
+        self._out = out
+        self.server = server
+        """A name for the server and the bucket."""
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
         self._provider = out.credential_provider
         self.renewal = Renewal(None if translate is None else partial(self._renew, translate))
@@ -120,7 +122,7 @@ class Bucket:
     def answered(self) -> bool:
         """Whether the server has answered this process, so that its address is right and repeats may help."""
         # A caller's own retry_config applies to the first request, too.
-        return self._server in _answered or self._out.retry != RETRY
+        return self.server in _answered or self._out.retry != RETRY
 
     @property
     def has_sent_objects(self) -> bool:
@@ -186,14 +188,14 @@ class Bucket:
         except Exception as error:
             if _failures.no_answer(error):
                 raise
-            _answered.add(self._server)
+            _answered.add(self.server)
             if _failures.refuses_credentials(error):
                 raise
             if not isinstance(error, GenericError) and not _failures.max_repeats(error):
                 raise
             # The server exists and is busy. From now on retry_config applies.
             return self._send(request)
-        _answered.add(self._server)
+        _answered.add(self.server)
         return result
 
     def _send(self, request: Callable[[], T]) -> T:

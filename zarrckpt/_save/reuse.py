@@ -1,0 +1,218 @@
+"""Reuse the unchanged chunks of an earlier checkpoint, the base, by a copy in the store instead of a put.
+
+A chunk is unchanged if the crc32c of each of its subchunks and the CRC-64/NVME of its object equal those in the tables
+of the base. These are at least 96 bits. The new checkpoint has its own objects, and does not need the base afterwards.
+
+If the base was removed and another checkpoint saved at its url, a copy may have other bytes. So each rank reads the
+root document of the base again after its last copy. If it has changed, the copies are read and compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zarrckpt._commit.stored_documents import is_stored, parse_root_document
+from zarrckpt._errors import CheckpointError, ObjectNotFoundError, log
+from zarrckpt._format.chunk_codec import ChunkEncoder, Elements
+from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.crc64 import crc64
+from zarrckpt._format.documents import NODE, ArrayNode, join
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, table_node
+from zarrckpt._format.sealed import is_save_id
+from zarrckpt._format.wire import record
+from zarrckpt._jobs import BytesBudget, run_jobs
+from zarrckpt._plan.plan import Layout
+from zarrckpt._plan.rank_plan import ChunkPlan
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._store import Store, StoreSpec
+from zarrckpt._store._base import Reuse, version_of
+
+
+@record
+@dataclass(frozen=True)
+class SentBase:
+    """The base of a save and the numbers of its chunks, as the coordinator sends them to all ranks.
+
+    ``paths`` are the arrays that the save may reuse. ``chunks`` has the number of chunks of each array, and
+    ``subchunks`` the number of subchunks of one of its chunks (int64). ``digests`` (uint64) and ``checksums`` (uint32)
+    have the numbers of all these chunks and subchunks, one array after the other.
+    """
+
+    name: str
+    """The folder of the base in the run's folder, or "" if the caller chose the base."""
+    save_id: str
+    tree: str
+    version: str
+    """A digest of the root document."""
+    saves: int
+    """The number of saves since the last one that wrote every chunk."""
+    paths: tuple[str, ...]
+    chunks: np.ndarray[Any, Any]
+    subchunks: np.ndarray[Any, Any]
+    digests: np.ndarray[Any, Any]
+    checksums: np.ndarray[Any, Any]
+
+    def __post_init__(self) -> None:
+        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
+            raise ValueError(f"the tree {self.tree!r:.100} does not belong to the base {self.save_id!r:.100}")
+        if self.name in (".", "..") or "/" in self.name:
+            raise ValueError(f"{self.name!r:.100} is not the name of a folder of the run")
+        counts = len(self.digests), len(self.checksums)
+        if len(self.paths) != len(self.chunks) or counts != (self.chunks.sum(), (self.chunks * self.subchunks).sum()):
+            raise ValueError("the numbers of chunks of the base do not match its digests")
+
+
+def read_base(spec: StoreSpec, name: str, layout: Layout, full_every: int | None) -> SentBase | None:
+    """Read the base of a save, or return None and log the reason. Three requests in two round trips.
+
+    ``full_every`` is the option ``reuse_full_every``. Raises no CheckpointError.
+    """
+    store = spec.open()
+    try:
+        data = store.get(NODE)
+        root = parse_root_document(data, store.url)
+        if root.digests is None:
+            log.info("%s has no digests of chunks: all chunks are written", store.url)
+            return None
+        saves = 1 if root.reused is None else root.reused.saves + 1
+        if full_every is not None and saves >= full_every:
+            return None
+        catalog = Catalog(spec, root)
+        tables = ((CHECKSUMS, root.checksums), (DIGESTS, root.digests))
+        checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
+    except ObjectNotFoundError:
+        log.warning("%s has no checkpoint to reuse: all chunks are written", store.url)
+        return None
+    except CheckpointError as err:
+        log.warning("%s cannot be reused, and all chunks are written: %s", store.url, err)
+        return None
+    return _base_of(root, version_of(data), name, saves, layout, checksums, digests)
+
+
+def _base_of(
+    root: Root, version: str, name: str, saves: int, layout: Layout, checksums: RawArray, digests: RawArray
+) -> SentBase:
+    """Return the part of a base that a save of this layout may reuse: equal tensors, and all blobs of equal names."""
+    tensors = {node.path: node for node in layout.tensors.values()}
+    blobs = {path for fqn, path in layout.node_paths.items() if fqn not in layout.tensors}
+    nodes, chosen_digests, chosen_checksums = [], [digests[:0]], [checksums[:0]]
+    chunk = subchunk = 0
+    for node in root.arrays():
+        chunks, subchunks = node.grid.num_chunks, node.grid.num_subchunks
+        if tensors.get(node.path) == node or node.path in blobs:
+            nodes.append(node)
+            chosen_digests.append(digests[chunk : chunk + chunks])
+            chosen_checksums.append(checksums[subchunk : subchunk + subchunks])
+        chunk, subchunk = chunk + chunks, subchunk + subchunks
+    return SentBase(
+        name,
+        root.save_id,
+        root.tree,
+        version,
+        saves,
+        tuple(node.path for node in nodes),
+        np.array([node.grid.num_chunks for node in nodes], "<i8"),
+        np.array([node.grid.subchunks_per_chunk for node in nodes], "<i8"),
+        np.concatenate(chosen_digests),
+        np.concatenate(chosen_checksums),
+    )
+
+
+@dataclass(frozen=True)
+class _ArrayNumbers:
+    """The numbers of one array of the base: a digest for each chunk, and a row of checksums."""
+
+    digests: RawArray
+    checksums: RawArray
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk of the new checkpoint, and how it was made."""
+
+    key: str
+    encoder: ChunkEncoder
+    reuse: Reuse | None = None
+    """None if the chunk was written."""
+    chunk: ChunkPlan | None = None
+    """The plan of a reused chunk if this rank can write it again: all its pieces are items of the rank."""
+
+
+class ReusableChunks:
+    """The chunks of a base that the save of one rank may reuse. Used by many threads."""
+
+    def __init__(self, store: Store, base: Store, sent: SentBase) -> None:
+        self._store = store
+        self._base = base
+        self._sent = sent
+        self._numbers: dict[str, _ArrayNumbers] = {}
+        chunk = subchunk = 0
+        for path, chunks, per_chunk in zip(sent.paths, sent.chunks.tolist(), sent.subchunks.tolist(), strict=True):
+            checksums = sent.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
+            self._numbers[path] = _ArrayNumbers(sent.digests[chunk : chunk + chunks], checksums)
+            chunk, subchunk = chunk + chunks, subchunk + chunks * per_chunk
+        self._reused: list[StoredChunk] = []
+        self._lock = threading.Lock()
+
+    def reuse(
+        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
+    ) -> StoredChunk | None:
+        """Copy or link a chunk if it is unchanged. Returns None if it must be written.
+
+        ``chunk`` is that of :class:`StoredChunk`. Without it, one more small request makes it very unlikely that the
+        copy has other bytes.
+        """
+        numbers, number = self._numbers.get(node.path), node.grid.chunk_number(index)
+        if numbers is None or number >= len(numbers.digests):
+            return None
+        encoder = ChunkEncoder(node, elements, digested=True)
+        with self._store.encoders, budget.take(*encoder.memory(in_parts=True)) as scratch:
+            if not encoder.equals(numbers.checksums[number], int(numbers.digests[number]), scratch):
+                return None
+        source = join(self._sent.tree, node.chunk_key(index))
+        reuse = self._store.reuse(self._base, source, key, encoder.nbytes)
+        if reuse is None or (chunk is None and not self._has_tables()):
+            return None
+        found = StoredChunk(key, encoder, reuse, chunk)
+        with self._lock:
+            self._reused.append(found)
+        return found
+
+    def find_changed(self, budget: BytesBudget) -> Sequence[StoredChunk]:
+        """Return the reused chunks whose objects have other bytes. One request if the base is unchanged.
+
+        Otherwise reads every reused chunk.
+        """
+        if not self._reused or self._is_unchanged():
+            return []
+        log.warning("%s has changed during the save: copies of its chunks are read and compared", self._base.url)
+        jobs = (partial(self._is_copy, reused, budget) for reused in self._reused)
+        equal = run_jobs(jobs, self._store.useful_concurrency)
+        return [reused for reused, same in zip(self._reused, equal, strict=True) if not same]
+
+    def _is_unchanged(self) -> bool:
+        try:
+            return version_of(self._base.get(NODE)) == self._sent.version
+        except CheckpointError:
+            return False
+
+    def _has_tables(self) -> bool:
+        """Whether the base still has its tables. Its chunks are replaced only after their removal."""
+        try:
+            return is_stored(self._base, join(table_node(self._sent.save_id, DIGESTS, 0).path, NODE))
+        except CheckpointError:
+            return False
+
+    def _is_copy(self, reused: StoredChunk, budget: BytesBudget) -> bool:
+        with budget.hold(reused.encoder.nbytes):
+            try:
+                return crc64(self._store.read(reused.key, 0, reused.encoder.nbytes)) == reused.encoder.digest
+            except CheckpointError:
+                return False
