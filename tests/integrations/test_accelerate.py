@@ -224,7 +224,8 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     save_state(accelerator, str(tmp_path / "a"))
     # Accelerate counts micro-batches and saves, not steps of the training.
     assert zarrckpt.open(tmp_path / "a").info.step is None
-    save_state(accelerator, str(tmp_path / "b"), metadata={"step": 7})
+    saved = save_state(accelerator, str(tmp_path / "b"), metadata={"step": 7}).result()
+    assert saved.base == str(tmp_path / "a") and saved.linked_bytes > saved.sent_bytes
     assert zarrckpt.open(tmp_path / "b").info.step == 7
     moment = both.state[second.weight]["exp_avg"].clone()
     both.state.clear()

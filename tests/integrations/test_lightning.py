@@ -211,6 +211,22 @@ def test_a_failed_background_save_is_raised_and_replaces_nothing(tmp_path: Path)
     io.teardown()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_unchanged_weights_are_linked_to_the_last_checkpoint(background: bool, tmp_path: Path) -> None:
+    io, frozen = ZarrCheckpointIO(background=background), torch.rand(1000)
+    urls = [str(tmp_path / name) for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
+    for step, url in enumerate(urls):
+        io.save_checkpoint({"frozen": frozen, "trained": torch.full((1000,), float(step))}, url)
+    io.remove_checkpoint(urls[0])
+    io.wait()
+    assert [Path(url, "frozen/c.0").stat().st_nlink for url in urls[1:]] == [2, 2]
+    assert [Path(url, "trained/c.0").stat().st_nlink for url in urls[1:]] == [1, 1]
+    resumed = ZarrCheckpointIO()
+    assert resumed.load_checkpoint(urls[1])["frozen"].equal(frozen)
+    resumed.save_checkpoint({"frozen": frozen}, str(tmp_path / "d.ckpt"))
+    assert Path(urls[1], "frozen/c.0").stat().st_nlink == 3
+
+
 def test_a_checkpoint_that_cannot_be_removed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     io, url = ZarrCheckpointIO(), str(tmp_path / "a.ckpt")
     io.save_checkpoint({"epoch": 1}, url)

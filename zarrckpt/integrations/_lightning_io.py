@@ -19,7 +19,7 @@ import zarrckpt
 from zarrckpt._errors import log
 from zarrckpt._store._url import normalize
 from zarrckpt.integrations._data import find_non_data, refuse_non_data, with_plain_parameters
-from zarrckpt.integrations._values import remove_or_log
+from zarrckpt.integrations._values import remove_or_log, with_digests
 
 ROOT_SUFFIX = "/zarr.json"
 """The end of a root document's url, after the checkpoint's url."""
@@ -39,6 +39,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
     settings.
 
     As in Lightning, a save replaces a committed checkpoint at its url. The old one stays readable until the commit.
+    Chunks that are unchanged since the last save or load are copied by the store or linked (``docs/how-to/reuse.md``).
     Except for models and optimizers, a checkpoint must be data: numbers, strings, tensors, NumPy arrays, and dicts,
     lists, tuples and sets of these. For other values the save raises UnsupportedValueError with their names.
 
@@ -67,6 +68,8 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.options = options
         self.folders: set[str] = set()
         """Folders of the Trainer's callbacks. A loaded state may name checkpoints below them."""
+        self.base: str | None = None
+        """The url of the last checkpoint that was saved or loaded. The next save reuses its unchanged chunks."""
         self._future: zarrckpt.SaveFuture | None = None
         """The save in the background, until :meth:`wait`."""
         self._waiting_actions: list[threading.Thread] = []
@@ -102,6 +105,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
                 raise
             loaded = TorchCheckpointIO().load_checkpoint(url, map_location or "cpu", weights_only)
             return self.without_foreign_paths(loaded, url)
+        self.base = url
         checkpoint = found.load(device=map_location if isinstance(map_location, str | torch.device) else "cpu")
         for key, value in checkpoint.items():
             if isinstance(value, dict) and value.keys() >= {"state", "param_groups"}:
@@ -116,6 +120,8 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         During a save in the background it returns immediately. A thread deletes after the commit of that save.
         """
+        if url_of(path) == self.base:
+            self.base = None
         self.when_committed(lambda: _remove_saved(url_of(path), self.storage_options))
 
     def when_committed(self, action: Callable[[], None]) -> None:
@@ -184,10 +190,12 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
             url,
             overwrite=True,
             metadata=metadata,
+            base=self.base,
             no_dist=no_dist,
             storage_options={**(self.storage_options or {}), **(storage_options or {})} or None,
-            options=self.options,
+            options=with_digests(self.options),
         )
+        self.base = url
         self._future = result if isinstance(result, zarrckpt.SaveFuture) else None
         if PurePath(url).name.startswith("hpc_ckpt_"):  # After this save Lightning has SLURM requeue the job.
             self.wait()

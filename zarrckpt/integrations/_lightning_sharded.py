@@ -98,6 +98,7 @@ class ShardedStrategy:
             except zarrckpt.CheckpointError as err:
                 found = None if is_saved_by_lightning(url) else err
         url, found = self.broadcast((url, found))
+        self.checkpoint_io.base = url
         if isinstance(found, Exception):
             raise found
         return url, found

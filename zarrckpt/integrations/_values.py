@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,6 +89,12 @@ def holds_sharded(state: Any) -> bool:
     if isinstance(state, Mapping | list):
         return any(map(holds_sharded, state.values() if isinstance(state, Mapping) else state))
     return is_sharded(state) or isinstance(state, zarrckpt.PerRank)
+
+
+def with_digests(options: zarrckpt.SaveOptions | None) -> zarrckpt.SaveOptions:
+    """Return the options of a save that is a base of later ones, unless they exclude this."""
+    options = options or zarrckpt.SaveOptions()
+    return dataclasses.replace(options, reuse="on") if options.reuse == "auto" else options
 
 
 def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> bool:

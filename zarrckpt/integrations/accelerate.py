@@ -31,6 +31,8 @@ from zarrckpt.integrations._accelerate_parts import (  # noqa: E402
 
 _UNSUPPORTED_TYPES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _last_saves: weakref.WeakKeyDictionary[Any, zarrckpt.SaveFuture] = weakref.WeakKeyDictionary()
+_last_urls: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The last checkpoint that each accelerator saved or loaded. The next save reuses its unchanged chunks."""
 
 
 def save_state(
@@ -48,7 +50,8 @@ def save_state(
 
     The hooks of ``register_save_state_pre_hook`` are called with a local folder, and the files that they write there
     become part of the checkpoint. Models are saved even if a hook removes their weights from ``weights``. The costs are
-    those of :func:`zarrckpt.save` or :func:`zarrckpt.async_save`.
+    those of :func:`zarrckpt.save` or :func:`zarrckpt.async_save`, with the last checkpoint that the accelerator saved
+    or loaded as ``base``.
 
     Args:
         accelerator: the accelerator, after ``prepare`` and ``register_for_checkpointing``.
@@ -74,7 +77,16 @@ def save_state(
     project.iteration += 1
     save = zarrckpt.async_save if background else zarrckpt.save
     url = url or f"{named}{iteration}"
-    saved = save(state, url, overwrite=overwrite, metadata=metadata, storage_options=storage_options, options=options)
+    saved = save(
+        state,
+        url,
+        overwrite=overwrite,
+        metadata=metadata,
+        base=_last_urls.get(accelerator),
+        storage_options=storage_options,
+        options=_values.with_digests(options),
+    )
+    _last_urls[accelerator] = url
     # A save in the background has not committed yet, so one more old checkpoint is kept.
     expired = iteration - (project.total_limit or iteration + 1) - background
     if named and expired >= 0 and accelerator.is_main_process:
@@ -122,7 +134,7 @@ def load_state(
         if url is None:
             raise zarrckpt.CheckpointNotFoundError(f"{folder} has no checkpoint: call save_state first, or pass a url")
     with restoring(accelerator, strict=strict, dataloaders=dataloaders) as state:
-        return zarrckpt.load(
+        report = zarrckpt.load(
             state,
             url,
             strict=strict,
@@ -131,6 +143,8 @@ def load_state(
             storage_options=storage_options,
             options=options,
         )
+    _last_urls[accelerator] = url
+    return report
 
 
 def state_of(accelerator: Accelerator, *, allow_pickle: bool = False) -> dict[str, Any]:
