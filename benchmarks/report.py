@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -84,19 +85,24 @@ def _version(name: str) -> str:
 
 
 def markdown(results: Results, heading: str) -> str:
-    """Return all tables, with a heading for each group."""
+    """Return all tables, with a heading for each group. One table has the goals of all groups of speeds."""
     goals = [figure for figure in results.figures if figure.goal is not None]
     lines = [heading, ""]
     if goals:
         lines += [f"Goals met: {sum(figure.met is True for figure in goals)} of {len(goals)}.", ""]
-    groups = [speed.group for speed in results.speeds] + [figure.group for figure in results.figures]
-    for group in dict.fromkeys(groups):
-        speeds = [speed for speed in results.speeds if speed.group == group]
-        figures = [figure for figure in results.figures if figure.group == group]
-        lines += [f"### {group[0].upper()}{group[1:]}", ""]
-        lines += speed_table(speeds) if speeds else []
-        lines += figure_table(figures) if figures else []
+    speeds = {group: list(found) for group, found in groupby(results.speeds, key=lambda speed: speed.group)}
+    for group, found in speeds.items():
+        lines += [*_heading(group), *speed_table(found)]
+    compared = [replace(one, what=f"{one.group}: {one.what}") for one in results.figures if one.group in speeds]
+    if compared:
+        lines += [*_heading("goals of these speeds"), *figure_table(compared)]
+    for group in dict.fromkeys(figure.group for figure in results.figures if figure.group not in speeds):
+        lines += [*_heading(group), *figure_table([figure for figure in results.figures if figure.group == group])]
     return "\n".join(lines)
+
+
+def _heading(group: str) -> list[str]:
+    return [f"### {group[0].upper()}{group[1:]}", ""]
 
 
 def write_page(results: Results, heading: str, page: Path) -> None:

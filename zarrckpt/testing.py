@@ -115,7 +115,7 @@ class FaultyStore(Store):
     """A store whose operations fail as a rule chooses. It can be used by many threads of one process.
 
     A put counts as one operation, even if it needs several requests. The same holds for a deletion of many keys, a
-    sync and a listing. It has 29 methods because it wraps each operation of :class:`Store`.
+    sync and a listing. It has 29 methods because it wraps each operation of a store.
 
     Args:
         url: the local path, url or store to wrap.
