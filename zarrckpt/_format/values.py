@@ -29,6 +29,7 @@ import io
 import math
 import pickle
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,6 @@ from zarrckpt._errors import (
     UnsafeValueError,
     UnsupportedFormatError,
     UnsupportedValueError,
-    warn,
 )
 from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._format.json_values import (
@@ -110,9 +110,11 @@ class EncodedValue:
         if self.blob is None:
             return None if json_size(self.json) <= MAX_JSON_VALUE else _tree_blob(self.json, [])
         if self.blob.encoding == "pickle":
-            warn(
+            warnings.warn(
                 f"{fqn!r} of type {self.blob.kind} is saved as a pickle, which loads only with allow_pickle=True. "
-                "Numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load"
+                "Numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load",
+                UserWarning,
+                stacklevel=2,
             )
         return self.blob
 
