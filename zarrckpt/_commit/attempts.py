@@ -206,7 +206,7 @@ def clean_up(store: Store, attempt: Attempt) -> None:
     """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Warn if that fails."""
     replaced = attempt.replaced_id
     try:
-        delete_attempts(store, attempt.older, finished=[replaced] if replaced else [], spared=[attempt.marker])
+        delete_attempts(store, attempt.older, ended=[replaced] if replaced else [], spared=[attempt.marker])
         if attempt.unmarked:
             # An attempt that still writes a file there repeats its put.
             store.sweep(f"{RESERVED_GROUP}/{save_id}" for save_id in attempt.unmarked)
@@ -228,7 +228,7 @@ def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
     written an object.
     """
     try:
-        delete_attempts(store, [attempt.marker], finished=[attempt.save_id] if lost and attempt.tree else [])
+        delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and attempt.tree else [])
         if not lost:
             store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:

@@ -64,8 +64,8 @@ def remove_all(store: Store, found: UrlContents) -> int:
                 _delete_record(store, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
-        finished = [marker.save_id for marker in found.markers]
-        objects += delete_attempts(store, found.markers, finished=finished, removal=record)
+        ended = [marker.save_id for marker in found.markers]
+        objects += delete_attempts(store, found.markers, ended=ended, removal=record)
         pins = list_pin_keys(store)
         _check_record(store, record)
         store.delete([*found.probes, *pins, CLAIM_KEY])
@@ -138,23 +138,23 @@ def delete_attempts(
     store: Store,
     markers: Iterable[Marker],
     *,
-    finished: Iterable[str] = (),
+    ended: Iterable[str] = (),
     spared: Sequence[Marker] = (),
     removal: bytes | None = None,
 ) -> int:
     """Delete the objects that these markers name, and return the number of objects deleted.
 
-    ``finished`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers
+    ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers
     stay, because a late rank may still write objects that they name. Keys that a marker in ``spared`` names are never
     deleted. With ``removal``, the record of a removal, stops if it is gone or replaced, because a save may have begun
     since. Called by the coordinator after its commit, and by removals.
     """
-    done = {*finished}
+    ended_ids = {*ended}
     deleted = 0
     for marker in markers:
         tops = marker.top_names()
         deleted += _delete_named(store, marker, tops, spared, removal)
-        for _ in range(_CLEAN_TRIES if marker.save_id in done else 0):
+        for _ in range(_CLEAN_TRIES if marker.save_id in ended_ids else 0):
             # A listing may be stale. Objects that it lacks could not be assigned to an attempt without the marker.
             tops &= list_top_names(store)
             more = _delete_named(store, marker, tops, spared, removal)

@@ -35,9 +35,11 @@ class _Difference(NamedTuple):
 
 
 class StateMatch:
-    """The targets of one rank in a state without objects, and their entries in the checkpoint.
+    """The targets of one rank in a plain state (without objects), and their entries in the checkpoint.
 
-    Non-tensor targets are replaced by the saved values or containers. Tensor targets are filled in place.
+    Non-tensor targets are replaced by the saved values or containers. Tensor targets are filled in place. A load calls
+    :meth:`check`, then :meth:`add_offered`, reads the entries of :meth:`tensors` and :meth:`value_names`, and then
+    calls :meth:`finish`.
 
     Args:
         strict: raise KeyMismatchError for a target key that the checkpoint lacks. Otherwise the target is unchanged.

@@ -24,7 +24,9 @@ from zarrckpt._state.saved_entries import RequestedEntries, SavedEntries, SavedT
 
 
 class ObjectMatch:
-    """The targets of one rank, including modules, optimizers and other Stateful objects through their state dicts.
+    """The targets of one rank in a state that may have modules, optimizers and other Stateful objects.
+
+    It replaces the objects by their state dicts. :attr:`state_match` matches the plain state that results.
 
     Args:
         saved: the entries of the checkpoint, without the elements of stacks, which differ between ranks.

@@ -115,8 +115,8 @@ def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     spared = [marker for marker in found.markers if marker not in dead]
     # Without its claim, a folder of checkpoints in which a save was begun by mistake works as a folder again.
     folder = stopped and found.root_bytes is None and holds_checkpoints(store)
-    finished = [marker.save_id for marker in dead] if stopped else []
-    objects = delete_attempts(store, dead, finished=finished, spared=spared)
+    ended = [marker.save_id for marker in dead] if stopped else []
+    objects = delete_attempts(store, dead, ended=ended, spared=spared)
     if found.root_bytes is None:
         # These pins were put while the checkpoint was being removed.
         store.delete(found.pins)
