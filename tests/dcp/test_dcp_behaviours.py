@@ -250,11 +250,11 @@ EVEN_PAIRS: Pairs = {
 }
 UNEVEN_PAIRS: Pairs = {  # torch cannot train with uneven tensor parallelism alone: that is a target only
     "fsdp1": ("fsdp2_tp",),
-    "hsdp1": ("hsdp1", "fsdp1"),
+    "hsdp1": ("fsdp1",),
     "fsdp2": ("hsdp2", "fsdp1_tp"),
     "hsdp2": ("fsdp2",),
-    "fsdp1_tp": ("fsdp1",),
-    "fsdp2_tp": ("fsdp2_tp", "tp", "hsdp1"),
+    "fsdp1_tp": ("hsdp1",),
+    "fsdp2_tp": ("fsdp2_tp", "tp"),
     "hsdp2_tp": ("fsdp2",),
 }
 
