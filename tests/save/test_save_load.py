@@ -115,15 +115,6 @@ def test_a_load_does_not_change_gradients(tmp_path: Path) -> None:
         assert report.missing == report.unexpected == ()
 
 
-def test_training_resumes_from_s3(moto_bucket: S3Place) -> None:
-    url, env = moto_bucket.url("run/step-2"), moto_bucket.environment
-    saved, losses, report = run_ranks(_train_and_save, "fsdp2", url, env=env)[0]
-    assert report.url == url
-    for loaded, next_losses, _ in run_ranks(_resume, "hsdp", url, world_size=2, env=env):
-        assert same(saved, loaded) == []
-        assert next_losses == pytest.approx(losses, rel=1e-9)
-
-
 # -- layouts of one tensor
 
 
