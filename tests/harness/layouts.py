@@ -32,7 +32,7 @@ class Place:
 
 # -- one model, laid out in many ways over four ranks
 
-EVEN, UNEVEN = (5, 8, 4), (5, 15, 5)
+EVEN, UNEVEN = (5, 8, 4), (5, 10, 5)
 """Widths of its layers."""
 
 
