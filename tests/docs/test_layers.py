@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import zarrckpt
@@ -45,6 +46,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports(file: Path) -> list[Import]:
     tree = ast.parse(file.read_text())
     typing = _inside(tree, lambda node: isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))

@@ -28,15 +28,18 @@ KINDS = ("plain", "ddp", "fsdp2", "fsdp2_tp", "hsdp", "fsdp1", "compiled")
 
 
 class Net(nn.Module):
-    """Uneven sizes if the kind of parallelism allows them, one buffer, and one parameter without a gradient."""
+    """Uneven sizes if the kind of parallelism allows them, one buffer, and one parameter without a gradient.
 
-    def __init__(self, rows: int = 13) -> None:
+    Few different shapes: a DTensor of another shape takes each operation of an optimizer milliseconds more.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
+        self.embed = nn.Embedding(13, 8)
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, rows)
+        self.head = nn.Linear(8, 13)
         self.unused = nn.Parameter(torch.ones(3, 2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 

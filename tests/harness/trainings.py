@@ -20,6 +20,8 @@ from harness import models
 
 # The state dicts of "fsdp1" hold ShardedTensors, those of the other sharded kinds DTensors.
 KINDS = ("plain", "ddp", "fsdp1", "fsdp1_mesh", "fsdp1_hsdp", "fsdp1_tp", "fsdp2", "hsdp", "fsdp2_tp")
+TWO_DIMENSIONS = ("fsdp1_hsdp", "fsdp1_tp", "hsdp", "fsdp2_tp")
+"""Kinds with a mesh of two dimensions. They need four ranks."""
 
 
 class Dice:

@@ -800,7 +800,7 @@ def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) 
 @pytest.mark.parametrize("worlds", [(4, 3), (3, 4)])
 def test_real_meshes_load_into_each_other(tmp_path: Path, worlds: tuple[int, int]) -> None:
     """With merged chunks, whose pieces move over a real mesh, and with one chunk per piece."""
-    pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 24)
+    pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 12)
     urls = {
         str(tmp_path / "merged"): zarrckpt.SaveOptions(fill_bytes=500),
         str(tmp_path / "apart"): zarrckpt.SaveOptions(min_piece_bytes=0),

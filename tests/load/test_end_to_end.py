@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from harness.models import CachingStager, same
 from harness.ranks import run_ranks
 from harness.store_servers import S3Place
-from harness.trainings import KINDS, Dice, Training, compiler, make
+from harness.trainings import KINDS, TWO_DIMENSIONS, Dice, Training, compiler, make
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import _patch_model_state_dict, _patch_optimizer_state_dict
@@ -99,9 +99,10 @@ def _interrupt(kind: str, place: str, names: Sequence[str] = ("zarrckpt", "dcp")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_training_goes_on_with_the_same_losses(kind: str, tmp_path: Path) -> None:
+    ranks = 4 if kind in TWO_DIMENSIONS else 2
     # torch's own set_optimizer_state_dict gives ranks of FSDP1 over TP each other's state.
     names = ("zarrckpt",) if kind == "fsdp1_tp" else ("zarrckpt", "dcp")
-    for losses in run_ranks(_interrupt, kind, str(tmp_path), names):
+    for losses in run_ranks(_interrupt, kind, str(tmp_path), names, world_size=ranks):
         assert losses == pytest.approx(make("plain").train(4), rel=1e-9)
 
 
@@ -121,7 +122,7 @@ def _interrupt_compiled(kind: str, place: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("fsdp1", 4), ("fsdp2_tp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("fsdp1", 2), ("fsdp2_tp", 2)])
 def test_a_compiled_training_goes_on(kind: str, ranks: int, tmp_path: Path) -> None:
     for losses in run_ranks(_interrupt_compiled, kind, str(tmp_path), world_size=ranks):
         assert losses == pytest.approx(make("plain").train(4), rel=1e-9)
@@ -188,7 +189,7 @@ def _save_beside_training(
 
 
 def test_dcps_async_saves_by_thread(tmp_path: Path) -> None:
-    run_ranks(_async_saves, {"fsdp2_tp": str(tmp_path)}, AsyncCheckpointerType.THREAD)
+    run_ranks(_async_saves, {"fsdp2": str(tmp_path)}, AsyncCheckpointerType.THREAD, world_size=2)
 
 
 def test_dcps_async_saves_by_process(moto_bucket: S3Place) -> None:

@@ -173,9 +173,9 @@ def _wrappers_into_each_other(folder: str, pairs: list[tuple[str, str]]) -> None
 
 
 def test_a_training_resumes_under_another_wrapper(tmp_path: Path) -> None:
-    # Each into the next two, each from plain and into plain. So a name that differs anywhere is found.
+    # Each into the next one, each from plain and into plain. So a name that differs anywhere is found.
     kinds = [*WRAPPERS]
-    pairs = [(kind, kinds[(i + k) % len(kinds)]) for i, kind in enumerate(kinds) for k in (1, 2)]
+    pairs = [*zip(kinds, [*kinds[1:], kinds[0]], strict=True)]
     pairs += [("plain", kind) for kind in kinds] + [(kind, "plain") for kind in kinds]
     run_ranks(_wrappers_into_each_other, str(tmp_path), [*dict.fromkeys(pairs)], world_size=2)
 

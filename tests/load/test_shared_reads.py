@@ -144,7 +144,7 @@ class Place:
     """Whether loads from it share reads by default."""
 
 
-@pytest.fixture(params=["disk", "moto"])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "disk":
         return Place(str(tmp_path / "run"), {}, False)
@@ -157,7 +157,7 @@ def _all_kinds(url: str, saved: str) -> dict[tuple[str, bool | None], int]:
     return {(kind, share): _load(url, kind, 3, share) for kind in KINDS for share in (True, False, None)}
 
 
-@pytest.mark.parametrize("saved", ["fsdp", "grid"])
+@pytest.mark.parametrize(("saved", "place"), [("fsdp", "disk"), ("grid", "moto")], indirect=["place"])
 def test_replicas_are_fetched_once(saved: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = run_ranks(_all_kinds, place.url, saved, env=dict(place.env))
     for name, value in place.env.items():

@@ -138,7 +138,7 @@ def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
     assert choose_grid((100, 100), [], 1, max_chunk_bytes=1000).chunk_shape == (10, 100)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tiled(6000, dims=2), sizes, st.integers(20, 25))
 def test_merged_chunks_are_padded_little_and_have_subchunks(
     case: tuple[Ints, list[Box]], itemsize: int, fill_bits: int
@@ -412,7 +412,7 @@ def test_the_largest_chunks_are_assigned_first() -> None:
     assert sorted(loads.values()) == [24, 24, 24, 24]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(planned_tensors(), st.integers(1, 1500), st.integers(1, 4))
 def test_columns_hold_what_one_chunk_after_the_other_gives(
     case: tuple[list[PlannedTensor], int], bundle_bytes: int, layers: int

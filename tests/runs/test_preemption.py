@@ -63,7 +63,7 @@ def trained(manager: zarrckpt.CheckpointManager, state: dict[str, Any], first: i
 
 
 def test_random_signals_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/signal_campaign.py", "--signals=4", "--episodes=2", "--seed=7"]
+    command = [sys.executable, "tools/signal_campaign.py", "--signals=4", "--episodes=2", "--seed=605"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 signals in 2 jobs" in done.stdout
@@ -292,7 +292,7 @@ from torch.utils.data import DataLoader
 def main():
     dist.init_process_group("gloo")
     manager = zarrckpt.CheckpointManager(sys.argv[1])
-    arguments = dict(num_workers=2, persistent_workers=True)
+    arguments = dict(num_workers=1, persistent_workers=True)
     loaders = [
         DataLoader(torch.arange(10**6), multiprocessing_context="fork", **arguments),
         DataLoader(

@@ -64,7 +64,7 @@ def _train_while_saving(kind: str, folder: str, env_url: str | None) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_async_save_saves_the_state_at_the_call(kind: str, tmp_path: Path) -> None:
-    run_ranks(_train_while_saving, kind, str(tmp_path), None)
+    run_ranks(_train_while_saving, kind, str(tmp_path), None, world_size=2)
 
 
 def test_async_save_to_s3(moto_bucket: S3Place) -> None:

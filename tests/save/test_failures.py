@@ -386,7 +386,7 @@ def test_saves_that_fail_on_several_ranks(tmp_path: Path) -> None:
 
 
 def test_saves_whose_pieces_move_only_where_they_fit_no_grid(tmp_path: Path) -> None:
-    cases = _cases(["finish_plan", "write_data", "resolve_data"], ["resolve_data", "write_data"], EVERYWHERE)
+    cases = _cases_in_turn(3, ["finish_plan", "write_data", "resolve_data"], ["resolve_data", "write_data"])
     _check(run_ranks(_fail_saves, str(tmp_path), cases, 3, APART, timeout=600))
 
 

@@ -80,13 +80,14 @@ def _resume_trained(kind: str, url: str) -> tuple[dict[str, Any], list[float], z
 
 RESUMES: dict[str, list[tuple[str, int]]] = {
     "plain": [("plain", 0), ("fsdp2", 4)],
-    "ddp": [("ddp", 2), ("fsdp2", 3), ("plain", 0)],
-    "fsdp2": [("fsdp2", 4), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 1), ("plain", 0), ("hsdp", 4)],
-    "fsdp2_tp": [("fsdp2_tp", 4), ("fsdp2", 3), ("plain", 0)],
-    "hsdp": [("hsdp", 4), ("fsdp2_tp", 4), ("ddp", 2)],
-    "fsdp1": [("fsdp1", 4), ("fsdp1", 2), ("fsdp2", 3)],
+    "ddp": [("ddp", 2), ("plain", 0)],
+    "fsdp2": [("fsdp2", 3), ("fsdp2", 1), ("hsdp", 4)],
+    "fsdp2_tp": [("fsdp2", 3), ("plain", 0)],
+    "hsdp": [("fsdp2_tp", 4), ("ddp", 2)],
+    "fsdp1": [("fsdp1", 2), ("fsdp2", 3)],
     "compiled": [("compiled", 0), ("fsdp2", 2)],
 }
+"""Kinds and numbers of ranks that resume a training of another kind. ``test_end_to_end`` resumes each as the same."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,15 +113,6 @@ def test_a_load_does_not_change_gradients(tmp_path: Path) -> None:
         assert same(saved, loaded) == []
         assert next_losses == pytest.approx(losses, rel=1e-9)
         assert report.missing == report.unexpected == ()
-
-
-def test_training_resumes_from_s3(moto_bucket: S3Place) -> None:
-    url, env = moto_bucket.url("run/step-2"), moto_bucket.environment
-    saved, losses, report = run_ranks(_train_and_save, "fsdp2", url, env=env)[0]
-    assert report.url == url
-    for loaded, next_losses, _ in run_ranks(_resume, "hsdp", url, world_size=2, env=env):
-        assert same(saved, loaded) == []
-        assert next_losses == pytest.approx(losses, rel=1e-9)
 
 
 # -- layouts of one tensor
@@ -186,7 +178,7 @@ def _part(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
 
 
 def _save_strided_all(folder: str) -> None:
-    for rows in range(1, 27):
+    for rows in (*range(1, 10), 13, 16, 19, 26):
         _save_strided(rows, f"{folder}/{rows}")
 
 
