@@ -11,7 +11,6 @@ import math
 import os
 import pathlib
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -451,22 +450,6 @@ def test_numpy_strings_that_end_in_nulls_are_refused(value: Any, inside: Any) ->
 def test_rng_states_need_no_pickle() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generator = random.Random(3)
-        generator.gauss(0, 1)
-        state = through_blob(generator.getstate(), "tree")
-        assert same(state, generator.getstate()) and same(decode_json(encode_json(state)), state)
-        clone = random.Random()
-        clone.setstate(state)
-        assert [clone.random() for _ in range(9)] == [generator.random() for _ in range(9)]
-
-        legacy = np.random.RandomState(5)
-        legacy.standard_normal()
-        saved = through_blob(legacy.get_state(), "tree")
-        assert same(saved, legacy.get_state())
-        other = np.random.RandomState()
-        other.set_state(saved)
-        assert same(other.standard_normal(9), legacy.standard_normal(9))
-
         for kind in (
             np.random.PCG64,
             np.random.PCG64DXSM,
