@@ -7,8 +7,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
-import sys
 import warnings
 import zipfile
 from html.parser import HTMLParser
@@ -21,7 +19,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from harness import GOLDEN
-from harness.store_servers import S3Place
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -307,15 +304,6 @@ def test_a_copy_of_another_dtype_is_compared(tmp_path: Path) -> None:
     assert "equal" not in Page(tmp_path / "layout.html").tensors["w"]
 
 
-def test_the_relative_change_is_that_of_norms(tmp_path: Path) -> None:
-    a, b = torch.randn(70, 30).double(), torch.randn(70, 30).double()
-    zarrckpt.save({"w": a, "zero": torch.zeros(2), "nan": torch.full((2,), torch.nan)}, tmp_path / "one")
-    zarrckpt.save({"w": b, "zero": torch.ones(2), "nan": torch.full((2,), torch.nan)}, tmp_path / "two")
-    found = zarrckpt.diff(tmp_path / "one", tmp_path / "two").tensors
-    assert found["w"].rel_norm == pytest.approx(float((a - b).norm() / a.norm()))
-    assert found["zero"].rel_norm == np.inf and np.isnan(found["nan"].rel_norm)
-
-
 # -- limits of the page
 
 EVIL = [
@@ -414,10 +402,10 @@ def test_damage_is_an_error_and_keeps_the_old_page(tmp_path: Path) -> None:
 
 
 def test_a_page_of_many_tensors_stays_small(tmp_path: Path) -> None:
-    state = {f"layers.{i}.weight": torch.randn(40, 25) for i in range(300)}
+    state = {f"layers.{i}.weight": torch.randn(40, 25) for i in range(100)}
     page = page_of(state, tmp_path)
     assert len(page.data["sides"][0]["layouts"]) == 1  # equal layouts are stored once
-    assert len(page.texts["script#data"]) < 300 * 900
+    assert len(page.texts["script#data"]) < 100 * 900
 
 
 # -- the command
@@ -484,32 +472,6 @@ def test_wrong_input_is_named_and_nothing_is_written(
     found = run(*(argument.format(saved=saved, tmp=tmp_path) for argument in arguments))
     assert found.exit_code == code and message in found.stderr
     assert not [*tmp_path.glob("*.html*")]
-
-
-def test_each_of_two_stores_has_its_options(saved: Path, tmp_path: Path, moto_bucket: S3Place) -> None:
-    options = moto_bucket.storage_options
-    zarrckpt.save(STATE, moto_bucket.url("one"), storage_options=options)
-    words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-    own = [word for part in words for word in ("-O", part)]
-    target = [word for part in words for word in ("-t", part)]
-    for number, line in enumerate(
-        [
-            [moto_bucket.url("one"), saved, *own],
-            [moto_bucket.url("one")] * 2 + own,
-            [saved, moto_bucket.url("one"), *target],
-        ]
-    ):
-        assert run(*line, "-o", tmp_path / f"{number}.html").exit_code == 0
-        assert Page(tmp_path / f"{number}.html").tensors["model.w"]["difference"]["unequal"] == 0
-
-
-def test_reports_need_no_torch(saved: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from zarrckpt.cli import main;"
-        f"main(['report', {str(saved)!r}, '-o', {str(tmp_path / 'page.html')!r}], standalone_mode=False)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert Page(tmp_path / "page.html").look("model.w")["mean"] == 1
 
 
 def test_progress_ends_with_all_bytes(saved: Path, tmp_path: Path) -> None:

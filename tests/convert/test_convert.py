@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from harness.bits import bits
 from harness.store_servers import S3Place
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,10 +26,6 @@ from zarrckpt.cli import main
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool")
-
-
-def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -75,16 +73,6 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
     assert same(found, state)
     zarrckpt.import_checkpoint(tmp_path / "out", tmp_path / "two", options=zarrckpt.SaveOptions(compression="zstd"))
     assert zarrckpt.diff(ckpt, zarrckpt.open(tmp_path / "two"))
-
-
-def test_existing_targets_are_kept(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
-    ckpt = zarrckpt.open(tmp_path / "one")
-    zarrckpt.to_safetensors(ckpt, tmp_path / "out", "w")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.to_safetensors(ckpt, tmp_path / "out", "w")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -144,6 +132,60 @@ def test_casts_to_safetensors_keep_counters(tmp_path: Path) -> None:
     assert cast.exit_code == 0 and load_file(tmp_path / "x" / "model.safetensors")["w"].dtype is torch.bfloat16
     wrong = CliRunner().invoke(main, ["export", str(tmp_path / "one"), str(tmp_path / "x.pt"), "--dtype", "bfloat16"])
     assert wrong.exit_code == 2 and "zarrckpt cp --dtype" in wrong.stderr
+
+
+def contents(target: Path) -> dict[str, bytes]:
+    files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
+    return {path.name: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(("method", "name"), [*WAYS_OUT.items(), ("to_safetensors", "folder")])
+def test_an_export_is_replaced_only_with_overwrite_and_whole(tmp_path: Path, method: str, name: str) -> None:
+    """Damage in the last of several tensors leaves the old export, or none."""
+    export, target = getattr(zarrckpt, method), tmp_path / name
+    limits: dict[str, Any] = {"max_file_bytes": 1200} if name == "folder" else {}
+    for place, factor in (("one", 1), ("two", 2), ("bad", 3)):
+        zarrckpt.save({key: torch.ones(300) * factor for key in "uv"}, tmp_path / place)
+    (tmp_path / "bad" / "v" / "c.0").write_bytes(b"x" * 1204)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        export(tmp_path / "bad", target, **limits)
+    assert not target.exists() or not contents(target)
+    export(tmp_path / "one", target, **limits)
+    before = contents(target)
+    with pytest.raises(zarrckpt.StorageError):
+        export(tmp_path / "two", target, **limits)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        export(tmp_path / "bad", target, overwrite=True, **limits)
+    assert contents(target) == before
+    export(tmp_path / "two", target, overwrite=True, **limits)
+    assert _import_sums(target) == {600.0}
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "bad", name}
+
+
+@pytest.mark.parametrize("method", WAYS_OUT)
+def test_tied_weights_stay_equal_under_each_name(tmp_path: Path, method: str) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)})
+    model["head"].weight = model["embed"].weight
+    zarrckpt.save({"model": model}, tmp_path / "one")
+    getattr(zarrckpt, method)(tmp_path / "one", target := tmp_path / WAYS_OUT[method], strip="model")
+    zarrckpt.import_checkpoint(target, tmp_path / "two")
+    assert same(zarrckpt.open(tmp_path / "two").load(), dict(model.state_dict()))
+
+
+def test_exports_name_targets_that_cannot_be_written(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
+    (tmp_path / "file").touch()
+    for target in ("s3://bucket/x.pt", "/proc/none/x.pt", tmp_path / "file" / "y.pt"):
+        with pytest.raises(zarrckpt.StorageError):
+            zarrckpt.to_torch_save(tmp_path / "one", target)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(zarrckpt.StorageError):
+            zarrckpt.to_torch_save(tmp_path / "one", tmp_path / "full.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "file"}
 
 
 @pytest.mark.parametrize("method", WAYS_OUT)
@@ -273,38 +315,6 @@ def test_an_export_to_a_file_name_writes_one_file(tmp_path: Path, tensors: dict[
     zarrckpt.save({"step": 1}, tmp_path / "two")
     with pytest.raises(zarrckpt.KeyMismatchError):
         zarrckpt.to_safetensors(tmp_path / "two", tmp_path / "none.safetensors")
-
-
-def test_tied_weights_stay_equal_under_each_name(tmp_path: Path) -> None:
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)})
-    model["head"].weight = model["embed"].weight
-    with pytest.raises(RuntimeError):
-        save_file(dict(model.state_dict()), tmp_path / "x.safetensors")
-    zarrckpt.save({"model": model}, tmp_path / "one")
-    zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out", strip="model", max_file_bytes=150)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    found = {}
-    for name in {*index["weight_map"].values()}:
-        found |= load_file(tmp_path / "out" / name)
-    assert same(found, dict(model.state_dict()))
-    other = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)})
-    other["head"].weight = other["embed"].weight
-    other.load_state_dict(found)
-    assert torch.equal(other["head"].weight, model["head"].weight)
-
-
-def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
-    (tmp_path / "one" / "w" / "c.0").write_bytes(b"x" * 1204)
-    with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
-    # If the last of several files fails, none gets its name.
-    zarrckpt.save({"u": torch.ones(300), "v": torch.ones(300)}, tmp_path / "two")
-    (tmp_path / "two" / "v" / "c.0").write_bytes(b"x" * 1204)
-    with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.to_safetensors(tmp_path / "two", tmp_path / "out", max_file_bytes=1200)
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_files_of_torch_save_are_imported(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -464,20 +474,6 @@ def test_slightly_expanded_tensors_are_imported(tmp_path: Path) -> None:
     assert torch.equal(found["w"], torch.ones(20)) and found["v"].sum() == 132
 
 
-def test_export_and_import_work_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    def run(*arguments: object) -> Any:
-        return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
-
-    save_file(tensors, tmp_path / "in.safetensors")
-    assert run("import", tmp_path / "in.safetensors", tmp_path / "one", "--prefix", "model").exit_code == 0
-    assert run("import", tmp_path / "in.safetensors", tmp_path / "one").exit_code == 3
-    found = run("export", tmp_path / "one", tmp_path / "out", "model", "--strip", "model", "--json")
-    assert json.loads(found.stdout)["tensors"] == len(tensors)
-    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
-    assert run("export", tmp_path / "one", tmp_path / "out").exit_code == 3
-    assert run("import", tmp_path / "gone", tmp_path / "two").exit_code == 3
-
-
 def test_the_terminal_chooses_a_format_by_the_name(tmp_path: Path) -> None:
     def run(*arguments: object, code: int = 0) -> str:
         done = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
@@ -503,6 +499,11 @@ def test_the_terminal_chooses_a_format_by_the_name(tmp_path: Path) -> None:
         run("import", tmp_path / source, tmp_path / f"{source}.back")
         run("diff", tmp_path / "one", tmp_path / f"{source}.back")
     (tmp_path / "empty").mkdir()
+    run("import", tmp_path / "dcp", tmp_path / "dcp.back", code=3)
+    run("import", tmp_path / "w.safetensors", tmp_path / "p", "--prefix", "a")
+    assert set(zarrckpt.open(tmp_path / "p")) == {"a.model.w", "a.model.b"}
+    found = run("export", tmp_path / "one", tmp_path / "out", "model", "--strip", "model", "--json")
+    assert json.loads(found)["tensors"] == 2 and run("export", tmp_path / "one", tmp_path / "out", code=3)
     run("import", tmp_path / "empty", tmp_path / "two", code=3)
     run("export", tmp_path / "one", "s3://bucket/x.pt", code=3)
     run("export", tmp_path / "one", tmp_path / "x", "--format", "gguf", code=2)

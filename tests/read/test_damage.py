@@ -13,7 +13,6 @@ has a tree that is not the canonical one.
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import warnings
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.bits import same
 from harness.internals import Store, open_store
 from harness.s3_server import served
 
@@ -171,31 +171,6 @@ def blank(state: Any) -> Any:
     return [blank(item) for item in state] if isinstance(state, list) else None
 
 
-@dataclass
-class Bits:
-    """A numpy array that stands for a tensor."""
-
-    dtype: str
-    array: Any
-
-
-def raw(value: Any) -> Any:
-    """Return a value that compares to the last bit."""
-    if isinstance(value, Bits):
-        return (value.dtype, np.shape(value.array), np.asarray(value.array).tobytes())
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), bits(value))
-    if isinstance(value, np.ndarray):
-        return (value.dtype, value.shape, value.tobytes())
-    if isinstance(value, tuple | list):
-        return [type(value), *map(raw, value)]
-    return value.getvalue() if isinstance(value, io.BytesIO) else repr(value)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
 # -- damages
 
 Changes = dict[str, bytes | None]
@@ -329,7 +304,7 @@ def reads(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str
             if not gone and not any(key in str(err) for key in changes):
                 faults.append(f"{what} raises without a name: {err}")
             return
-        wrong = [fqn for fqn, value in found.items() if raw(value) != raw(subject.expected[fqn])]
+        wrong = [fqn for fqn, value in found.items() if not same(value, subject.expected[fqn])]
         if wrong:
             faults.append(f"{what} gives wrong values of {wrong}")
 
@@ -353,9 +328,14 @@ def reads(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str
     return faults
 
 
-def tensors_of(arrays: dict[str, Any], subject: Subject) -> dict[str, Any]:
-    """Return arrays as the bits of tensors. Portable ones are read as integers."""
-    return {fqn: Bits(str(subject.expected[fqn].dtype), array) for fqn, array in arrays.items()}
+def tensors_of(arrays: dict[str, Any], subject: Subject) -> dict[str, torch.Tensor]:
+    """Return arrays as tensors with the same bits. Portable ones are read as integers."""
+    found = {}
+    for fqn, array in arrays.items():
+        dtype, data = subject.expected[fqn].dtype, bytearray(np.asarray(array).tobytes())
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.zeros(0, dtype=dtype)
+        found[fqn] = flat.reshape(np.shape(array))
+    return found
 
 
 def campaign(subjects: list[Subject], count: int, seed: int) -> list[str]:
@@ -395,4 +375,4 @@ def test_verify_finds_no_damage_in_an_intact_checkpoint(local: Callable[[str], S
         one = subject(kind, str(tmp_path / kind))
         assert not check(one, KINDS[kind].state(2), {})
         read = tensors_of(zarrckpt.open(one.url).read(), one)
-        assert read and all(raw(value) == raw(one.expected[fqn]) for fqn, value in read.items())
+        assert read and all(same(value, one.expected[fqn]) for fqn, value in read.items())

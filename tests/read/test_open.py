@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +153,12 @@ def test_a_store_in_memory(state: dict[str, Any]) -> None:
     assert list(opened) == NAMES and np.array_equal(opened["model.w.x"][...], state["model"]["w.x"])
 
 
-def _first_rows(checkpoint: zarrckpt.Checkpoint, array: Any, connection: Any) -> None:
-    connection.send((checkpoint["model.weight"][:2].tolist(), array[:2].tolist(), len(checkpoint)))
-
-
 def test_a_checkpoint_can_be_pickled(tmp_path: Path) -> None:
     weight = torch.randn(6, 4)
     zarrckpt.save({"model": {"weight": weight}, "step": 3}, tmp_path / "one")
     checkpoint = zarrckpt.open(tmp_path / "one")
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_first_rows, args=(checkpoint, checkpoint["model.weight"], there))
-    process.start()
-    assert here.poll(60)
-    assert here.recv() == (weight[:2].tolist(), weight[:2].tolist(), 2)
-    process.join()
+    copied, array = pickle.loads(pickle.dumps((checkpoint, checkpoint["model.weight"])))
+    assert copied["model.weight"][:2].tolist() == array[:2].tolist() == weight[:2].tolist() and len(copied) == 2
     assert copy.deepcopy(checkpoint)["step"] == 3
     zarrckpt.save({"model": {"weight": weight + 1}}, tmp_path / "one", overwrite=True)
     # A copy is the same checkpoint, not the one at the url now.

@@ -106,7 +106,7 @@ def test_every_reader_reads_every_bit(name: str, tmp_path: Path, pipeline: str) 
         assert all(found(copy[fqn][...])[2] == reader.tensor(fqn)[2] for fqn in ckpt.tensors)
 
 
-@every_golden
+@pytest.mark.parametrize("name", ["plain", "subchunks", "overwritten"])
 def test_zipped_checkpoints_open(name: str, tmp_path: Path, pipeline: str) -> None:
     expected = opened(unpacked(name, tmp_path)).read()
     shutil.copy(GOLDEN / f"{name}.zip", tmp_path / "x.zip")

@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import zarr
 from click.testing import CliRunner
 from harness.hub_gateway import NAMESPACE, HubGateway
 from harness.internals import open_store
-from harness.ranks import run_ranks
 from harness.store_servers import S3Place
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
-from zarrckpt import Keep, StorageError
+from zarrckpt import StorageError
 from zarrckpt.cli import main
 
 WHOLE = torch.arange(6 * 2**20, dtype=torch.float64).reshape(-1, 2)
@@ -83,50 +78,14 @@ def test_an_object_changed_during_the_e_tag_request_stays(
     assert seen.data == b"another's, too"
 
 
-def _all_of_it(url: str) -> None:
-    """Save, overwrite and load, also through DCP, on two ranks, with the store's options from the environment."""
-    mesh = init_device_mesh("cpu", (2,))
-
-    def state(step: int) -> dict[str, Any]:
-        return {"w": distribute_tensor(WHOLE + step, mesh, [Shard(0)], src_data_rank=None), "step": step}
-
-    def check(loaded: dict[str, Any], step: int) -> None:
-        assert loaded["step"] == step and torch.equal(loaded["w"].full_tensor(), WHOLE + step)
-
-    zarrckpt.save(state(1), f"{url}/one")
-    with pytest.raises(zarrckpt.CheckpointExistsError):
-        zarrckpt.save(state(2), f"{url}/one")
-    zarrckpt.save(state(3), f"{url}/one", overwrite=True)
-    zarrckpt.load(target := state(0), f"{url}/one")
-    check(target, 3)
-    dcp.save(state(4), checkpoint_id=f"{url}/dcp", storage_writer=zarrckpt.ZarrStorageWriter())
-    dcp.load(target, checkpoint_id=f"{url}/dcp", storage_reader=zarrckpt.ZarrStorageReader())
-    check(target, 4)
-    keep = Keep(newest=2)
-    with zarrckpt.CheckpointManager(f"{url}/many", keep=keep, save_every=1, background=True) as manager:
-        for step in range(1, 4):
-            manager.step(step, state(step))
-    with zarrckpt.CheckpointManager(f"{url}/many", keep=keep, save_every=1) as manager:
-        assert manager.restore(target) == 3
-    check(target, 3)
-    dist.barrier()
-
-
-def test_two_ranks_use_the_gateway_by_the_environment(hub_gateway: HubGateway) -> None:
-    place = hub_gateway.bucket()
-    env = {**place.environment, "AWS_ENDPOINT_URL": f"{place.endpoint}/"}
-    run_ranks(_all_of_it, place.url("run"), world_size=2, env=env)
-    assert {request.method for request in hub_gateway.edge.requests} == {"GET"}
-    puts = [request for request in hub_gateway.requests if request.method == "PUT"]
-    assert any("partNumber" in request.target for request in puts)
-    assert not [name for request in puts for name in request.headers if name.startswith(("x-amz-meta", "x-amz-tag"))]
-
-
 def test_the_gateway_works_by_options(hub_gateway: HubGateway, tmp_path: Path) -> None:
     place = hub_gateway.bucket()
     url, options = place.url("run/step-1"), place.storage_options
     state = {"w": WHOLE.clone(), "step": 1}
     zarrckpt.async_save(state, url, storage_options=options).result()
+    puts = [request for request in hub_gateway.requests if request.method == "PUT"]
+    assert any("partNumber" in request.target for request in puts)
+    assert not [name for request in puts for name in request.headers if name.startswith(("x-amz-meta", "x-amz-tag"))]
     latest = zarrckpt.latest(place.url("run"), storage_options=options)
     assert latest == url
     checkpoint = zarrckpt.open(url, storage_options=options)
@@ -141,6 +100,7 @@ def test_the_gateway_works_by_options(hub_gateway: HubGateway, tmp_path: Path) -
     zarrckpt.remove(place.url("run/step-2"), storage_options=options)
     zarrckpt.load(target := {"w": torch.zeros_like(WHOLE), "step": 0}, url, storage_options=options)
     assert target["step"] == 1 and torch.equal(target["w"], WHOLE)
+    assert {request.method for request in hub_gateway.edge.requests} == {"GET"}
     words = [part for name, value in options.items() for part in ("-o", f"{name}={json.dumps(value)}")]
     for command, where in (("ls", place.url("run")), ("info", url), ("verify", url)):
         answer = CliRunner().invoke(main, [command, where, *words])

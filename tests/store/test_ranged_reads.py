@@ -121,18 +121,11 @@ def test_a_server_that_hangs_falls_silent_or_trickles(stub: str, request: pytest
         assert part(store)
 
 
-def test_how_long_a_server_may_be_silent(s3_stub: S3Server) -> None:
-    store = store_of(s3_stub.bucket(), read_timeout=0.5, timeout=2 * LONG, **ONCE)
-    s3_stub.faults.pause_bodies = LONG
-    with gives_up_soon():
-        part(store)
-
-
-def test_timeouts_in_words(s3_stub: S3Server) -> None:
-    for value in ("500ms", "1 second"):
-        s3_stub.faults.latency = 0
-        store = store_of(s3_stub.bucket(), timeout=value, **ONCE)
-        s3_stub.faults.latency = LONG
+def test_timeouts_of_reads_and_in_words(s3_stub: S3Server) -> None:
+    for options in ({"timeout": "500ms"}, {"read_timeout": 0.5, "timeout": 2 * LONG}):
+        s3_stub.faults.pause_bodies = 0
+        store = store_of(s3_stub.bucket(), **options, **ONCE)
+        s3_stub.faults.pause_bodies = LONG
         with gives_up_soon():
             part(store)
 

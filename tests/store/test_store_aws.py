@@ -14,13 +14,11 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 import botocore.session
 import obstore
 import pytest
-import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
 from harness.internals import ObstoreStore, Store, open_store
 from harness.s3_server import Request, S3Server, Strike
 
-import zarrckpt
 from zarrckpt import StorageError
 from zarrckpt._store import _aws, _obstore
 
@@ -67,14 +65,11 @@ def signed_for(url: SplitResult) -> list[str]:
     [
         ("region = eu-west-3", {}, {"profile": "p"}),
         ("region = eu-west-3", {"AWS_PROFILE": "p"}, {}),
-        ("region = eu-west-3", KEYS, {}),
         ("region = eu-west-3", {**KEYS, "AWS_DEFAULT_REGION": "ap-south-1"}, {}),
         ("region = eu-west-3", {**KEYS, "AWS_DEFAULT_REGION": "ap-south-1"}, {"region": "sa-east-1"}),
         ("", KEYS, {}),
         ("region = eu-west-3\nendpoint_url = http://127.0.0.1:9001", {}, {"profile": "p"}),
-        ("region = eu-west-3\nendpoint_url = http://127.0.0.1:9001", KEYS, {}),
         ("region = eu-west-3" + SERVICES, {}, {"profile": "p"}),
-        ("region = eu-west-3" + SERVICES, {**KEYS, "AWS_PROFILE": "p"}, {}),
         ("endpoint_url = http://127.0.0.1:9001" + SERVICES, KEYS, {}),
         ("endpoint_url = https://objects.example.com/s3\nservices = other", KEYS, {}),
         ("region = eu-west-3" + SERVICES, {**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9002"}, {}),
@@ -84,7 +79,6 @@ def signed_for(url: SplitResult) -> list[str]:
         ("region = eu-west-3" + SERVICES, {**KEYS, "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": TRUE}, {}),
         ("", {**KEYS, "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": TRUE}, {}),
         ("ignore_configured_endpoint_urls = true", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, {"region": "eu-west-3"}),
-        (SERVICES, {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": TRUE}, {"endpoint_url": "http://127.0.0.1:9005"}),
         ("region = eu-west-3", {"AWS_USE_DUALSTACK_ENDPOINT": TRUE}, {}),
         ("region = eu-west-3\nuse_dualstack_endpoint = true", KEYS, {}),
         ("region = eu-west-3\ns3 =\n  use_dualstack_endpoint = true", KEYS, {}),
@@ -93,8 +87,6 @@ def signed_for(url: SplitResult) -> list[str]:
         ("region = cn-north-1", KEYS, {}),
         ("region = cn-northwest-1\nuse_dualstack_endpoint = true", {}, {}),
         ("", KEYS, {"region": "us-gov-west-1"}),
-        ("", {**KEYS, "AWS_DEFAULT_REGION": "us-gov-east-1", "AWS_USE_FIPS_ENDPOINT": TRUE}, {}),
-        ("region = us-iso-east-1", KEYS, {}),
         ("region = eusc-de-east-1", KEYS, {}),
         ("region = eu-west-3\ns3 =\n  addressing_style = virtual", KEYS, {}),
         ("endpoint_url = https://objects.example.com\ns3 =\n  addressing_style = virtual", KEYS, {}),
@@ -288,20 +280,3 @@ def test_keys_that_cannot_be_renewed_are_named(
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         with pytest.raises(StorageError, match="another endpoint"):
             store.get("k")
-
-
-def test_a_manager_outlives_its_keys(s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation = Rotation(s3_stub, "profile", tmp_path, monkeypatch)
-    state = {"w": torch.arange(8.0)}
-    url, keep = "s3://research/run", zarrckpt.Keep(newest=2)
-    with zarrckpt.CheckpointManager(url, storage_options=rotation.options, keep=keep, signals=()) as manager:
-        for step in range(1, 5):
-            manager.save(step, state)
-            manager.wait()
-            rotation.rotate()
-        newest = zarrckpt.latest(url, storage_options=rotation.options)
-        checkpoint = zarrckpt.open(str(newest), storage_options=rotation.options)
-        for _ in range(2):
-            rotation.rotate()
-            assert checkpoint["w"][2:4].tolist() == [2.0, 3.0]
-            assert zarrckpt.latest(url, storage_options=rotation.options) == newest

@@ -277,16 +277,10 @@ def reading_chunks(method: str, path: str) -> bool:
 
 SERVERS: list[tuple[Case, Wrong | None, Callable[[str, str], bool], dict[str, Any]]] = [
     (Case("500", "InternalError"), Wrong(500, "InternalError"), lambda *_: True, {}),
-    (Case("500-at-chunks", "InternalError"), Wrong(500, "InternalError"), at_chunks, {}),
     (Case("500-for-rank-1", "InternalError", ranks=(1,)), Wrong(500, "InternalError"), at_chunks, {}),
-    (Case("503-at-chunks", "SlowDown"), Wrong(503, "SlowDown"), at_chunks, {}),
     (Case("silent-at-chunks", "Check the endpoint"), Wrong(silent_seconds=4), at_chunks, {"timeout": 0.5}),
-    (Case("reset-in-every-answer", "Check the endpoint"), Wrong(cuts=True), lambda *_: True, {}),
     (Case("reset-at-chunks", "Check the endpoint"), Wrong(cuts=True), at_chunks, {}),
-    (Case("expired-403", "ExpiredToken.*Check the credentials"), Wrong(403, "ExpiredToken"), at_chunks, {}),
-    (Case("expired-400", "ExpiredToken"), Wrong(400, "ExpiredToken"), at_chunks, {}),
     (Case("expired-for-rank-1", "ExpiredToken", ranks=(1,)), Wrong(403, "ExpiredToken"), at_chunks, {}),
-    (Case("denied", "AccessDenied.*credentials"), Wrong(403, "AccessDenied"), lambda *_: True, {}),
     (Case("may-only-read", "AccessDenied.*credentials", hits=("save",)), Wrong(403, "AccessDenied"), writing, {}),
     (Case("may-not-read", "AccessDenied.*credentials", hits=("load",)), Wrong(403, "AccessDenied"), reading_chunks, {}),
     (
@@ -295,7 +289,6 @@ SERVERS: list[tuple[Case, Wrong | None, Callable[[str, str], bool], dict[str, An
         lambda *_: True,
         {},
     ),
-    (Case("refused", "Check the endpoint"), None, lambda *_: True, {}),
     (Case("refused-for-rank-1", "Check the endpoint", ranks=(1,)), None, lambda *_: True, {}),
 ]
 
@@ -450,24 +443,17 @@ LOCAL: dict[str, tuple[Case, Callable[[], contextlib.AbstractContextManager[None
     case.name: (case, broken)
     for case, broken in [
         (Case("full", "disk is full", hits=SAVE), lambda: _failing("writev", errno.ENOSPC)),
-        (Case("full-1", "disk is full", (1,), SAVE), lambda: _failing("writev", errno.ENOSPC)),
         (Case("full-later", "disk is full", (1,), SAVE), lambda: _failing("writev", errno.ENOSPC, after=3)),
         (Case("full-later-0", "disk is full", (0,), SAVE), lambda: _failing("writev", errno.ENOSPC, after=4)),
-        (Case("quota", "quota", (1,), SAVE), lambda: _failing("writev", errno.EDQUOT)),
         (Case("small-files", "File too large", (1,), SAVE), _small_files),
-        (Case("sync", "syncing", (1,), SAVE), lambda: _failing("fsync", errno.EIO)),
         (Case("sync-0", "syncing", (0,), SAVE), lambda: _failing("fsync", errno.EIO, after=6)),
-        (Case("read-only", "read-only", hits=SAVE), lambda: _refusing(errno.EROFS)),
-        (Case("read-only-1", "read-only", (1,), SAVE), lambda: _refusing(errno.EROFS)),
         (Case("denied-1", "Permission is denied", (1,), SAVE), lambda: _refusing(errno.EACCES)),
         (Case("no-rename-0", "not permitted", (0,), SAVE), lambda: _failing("replace", errno.EPERM)),
         (
             Case("unreadable", "Permission is denied", (1,), LOAD),
             lambda: _failing("open", errno.EACCES, where=_of_a_chunk),
         ),
-        (Case("bad-disk", "Input/output error", (0, 1), LOAD), lambda: _failing("preadv", errno.EIO)),
         (Case("bad-disk-1", "Input/output error", (1,), LOAD), lambda: _failing("preadv", errno.EIO)),
-        (Case("stale", "network filesystem", (1,), LOAD), lambda: _failing("preadv", errno.ESTALE)),
     ]
 }
 

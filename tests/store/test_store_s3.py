@@ -9,7 +9,6 @@ import re
 import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import torch
 from harness.s3_server import LONG, Faults, S3Server
 from harness.store_servers import S3Place, free_port
 from obstore import exceptions as client_errors
+from test_store_faults import everything_in
 
 import zarrckpt
 from zarrckpt import ObjectExistsError, ObjectNotFoundError, StorageError
@@ -185,14 +185,6 @@ def test_a_lost_answer_does_not_hide_a_real_conflict(s3_stub: S3Server) -> None:
     assert store.get("root") == b"theirs"
 
 
-def test_a_busy_server_is_tried_again(s3_stub: S3Server) -> None:
-    store = stub_store(s3_stub)
-    s3_stub.faults.server_errors = 2
-    store.put("k", [b"x"])
-    s3_stub.faults.server_errors = 2
-    assert store.get("k") == b"x"
-
-
 def test_retries_are_bounded(s3_stub: S3Server) -> None:
     store = stub_store(s3_stub, **QUICK)
     s3_stub.faults.server_errors = 100
@@ -233,32 +225,7 @@ def test_listings_of_many_pages(backend: str, s3_stub: S3Server) -> None:
     assert store.list_dir("a") == ([str(number) for number in range(5)], [])
 
 
-def test_gcs_generations_are_the_versions(s3_stub: S3Server) -> None:
-    options = {"bearer_token": "t", "endpoint_url": s3_stub.endpoint}
-    store = open_store("gs://bucket/run", storage_options=options)
-    store.create("root", b"1")
-    seen = store.get_versioned("root")
-    store.replace("root", b"2", seen.version)
-    assert "x-goog-if-generation-match" in s3_stub.requests[-1].headers
-    with pytest.raises(ObjectExistsError):
-        store.replace("root", b"3", seen.version)
-
-
 # -- errors
-
-
-def everything_in(error: BaseException) -> str:
-    """Return all texts that a log of the error can show: its traceback, and every linked exception."""
-    texts = traceback.format_exception(error)
-    seen: list[BaseException] = []
-    todo: list[BaseException | None] = [error]
-    while todo:
-        item = todo.pop()
-        if item is not None and item not in seen:
-            seen.append(item)
-            texts += [str(item), repr(item)]
-            todo += [item.__cause__, item.__context__]
-    return "\n".join(texts)
 
 
 def test_errors_say_what_the_server_said(s3_stub: S3Server) -> None:
@@ -455,13 +422,6 @@ def test_only_a_server_that_never_answered_is_given_up_soon(s3_stub: S3Server) -
         stub_store(fresh, retry_config={"max_retries": 20, "backoff": {**pauses, "base": 2}}).put("k", [b"x"])
 
 
-def test_a_server_that_is_busy_at_first_is_waited_for(s3_stub: S3Server) -> None:
-    s3_stub.faults.server_errors = 3
-    store = stub_store(s3_stub)
-    store.create("root", b"x")
-    assert store.list_dir() == (["root"], [])
-
-
 # -- options
 
 
@@ -528,40 +488,7 @@ def test_given_keys_do_not_mix_with_a_token_of_the_environment(
     assert put_headers(s3_stub, token="mine")["x-amz-security-token"] == "mine"
 
 
-@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
-def test_the_environment_alone_is_enough(variable: str, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3_stub.bucket().environment.items():
-        monkeypatch.setenv(name.replace("AWS_ENDPOINT_URL", variable), value)
-    store = open_store("s3://bucket/run")
-    store.put("k", [b"x"])
-    assert f"/{'us-east-1'}/s3/" in s3_stub.requests[-1].headers["authorization"]
-    assert s3_stub.objects["bucket/run/k"].data == b"x"
-
-
-def test_an_option_beats_the_environment(s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_REGION", "eu-central-1")
-    headers = put_headers(s3_stub, region="ap-south-1", **QUICK)
-    assert "/ap-south-1/s3/" in headers["authorization"]
-
-
-def test_a_profile_gives_keys_region_and_endpoint(
-    s3_stub: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tmp_path / "config"
-    config.write_text(
-        "[profile research]\nregion = eu-north-1\naws_access_key_id = of-profile\n"
-        f"aws_secret_access_key = s3cret\nendpoint_url = {s3_stub.endpoint}\n"
-    )
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    store = open_store("s3://bucket/run", storage_options={"profile": "research"})
-    store.put("k", [b"x"])
-    assert "Credential=of-profile/" in s3_stub.requests[-1].headers["authorization"]
-    assert "/eu-north-1/s3/" in s3_stub.requests[-1].headers["authorization"]
-    monkeypatch.setenv("AWS_PROFILE", "research")
-    open_store("s3://bucket/run").put("k", [b"y"])
-    assert "Credential=of-profile/" in s3_stub.requests[-1].headers["authorization"]
+def test_a_missing_profile_is_named() -> None:
     with pytest.raises(StorageError, match="'nobody'"):
         open_store("s3://bucket/run", storage_options={"profile": "nobody"})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import s3fs
 import torch
 from harness.internals import Store, open_store
 from harness.s3_server import S3Server
@@ -57,7 +58,8 @@ def test_another_host_gets_no_request(request_name: str, s3_stub: S3Server, othe
     assert other_host.connections == 0
 
 
-def test_s3fs_follows_no_redirect(s3_stub: S3Server, other_host: S3Server) -> None:
+def test_s3fs_follows_no_redirect(s3_stub: S3Server, other_host: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     place = s3_stub.bucket()
     options = {**place.fsspec_options, "token": "session-token", "config_kwargs": {"retries": {"max_attempts": 0}}}
     store = open_store(place.url("run"), storage_options=options)
