@@ -9,7 +9,7 @@ import torch
 from harness.crashes import all_files
 
 import zarrckpt
-from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
+from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped
 
 STATE = {"w": torch.arange(4.0)}
 
@@ -63,7 +63,11 @@ def test_an_overwrite_needs_no_marker_of_the_old_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_removal_returns_the_number_of_deleted_objects(tmp_path: Path) -> None:
+    """The objects of a save that was killed, too."""
     zarrckpt.save(STATE, tmp_path / "step-1")
+    killed = FaultyStore(tmp_path / "step-1", lambda call: STOP if call.verb == "replace" else None)
+    with pytest.raises(Stopped):
+        zarrckpt.save(STATE, killed, overwrite=True)
     files = all_files(tmp_path)[0]
     assert zarrckpt.remove(tmp_path / "step-1") == len(files)
     assert all_files(tmp_path) == (set(), set())
