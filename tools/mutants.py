@@ -30,9 +30,20 @@ MUTMUT = Path(sys.executable).with_name("mutmut")
 PACKAGE = "zarrckpt"
 
 TESTS = {
-    "_commit": ("tests/commit", "tests/read/test_open.py"),
+    "_commit": (
+        "tests/commit/test_guard.py",
+        "tests/commit/test_leftovers.py",
+        "tests/commit/test_pins.py",
+        "tests/commit/test_races.py",
+        "tests/commit/test_removal.py",
+        "tests/commit/test_runs.py",
+        "tests/commit/test_interleavings.py::test_two_first_saves_in_every_interleaving",
+        "tests/commit/test_interleavings.py::test_two_overwrites_in_every_interleaving",
+        "tests/commit/test_crash_points.py::test_every_fault_at_every_operation_in_memory",
+        "tests/save/test_failed_saves.py",
+    ),
     "_plan": ("tests/plan",),
-    "_save": ("tests/save", "tests/commit/test_crash_points.py"),
+    "_save": ("tests/save", "tests/commit/test_crash_points.py::test_every_fault_at_every_operation_in_memory"),
     "_load": ("tests/load",),
 }
 """Tests that are run for the mutants of each package."""
@@ -62,9 +73,8 @@ def main() -> None:
     for package in TESTS:
         modules = [module for module in chosen if module.partition(".")[0] == package]
         if modules:
-            copy_sources(package, modules)
+            mutate(package, modules)
         for module in modules:
-            mutate(package, module)
             counts = write_survivors(package, module)
             print(f"{module}: {counts.total()} mutants: {dict(counts)}, see {FOLDER}/{module}.diff", flush=True)
 
@@ -79,22 +89,17 @@ def source(module: str) -> str:
     return f"{PACKAGE}/{module.replace('.', '/')}.py"
 
 
-def copy_sources(package: str, modules: Sequence[str]) -> None:
-    """Create a folder in which mutmut mutates these modules of a package."""
+def mutate(package: str, modules: Sequence[str]) -> None:
+    """Run mutmut on a copy of package and tests, in which only these modules of one package are mutated."""
     folder = FOLDER / package
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in (PACKAGE, "tests", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "pyproject.toml").write_text(configuration(package, modules))
-
-
-def mutate(package: str, module: str) -> None:
-    """Run mutmut on the mutants of one module."""
-    folder = FOLDER / package
     # A process group of its own: when mutmut ends or is interrupted, everything that it started is ended too.
     process = subprocess.Popen(
-        [MUTMUT, "run", "--max-children", "1", f"{PACKAGE}.{module}.*"],
+        [MUTMUT, "run", "--max-children", "1"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"},
         stdout=(folder / "log.txt").open("w"),
@@ -103,7 +108,7 @@ def mutate(package: str, module: str) -> None:
     )
     try:
         if process.wait():
-            raise SystemExit(f"mutmut failed on {module}: see {folder / 'log.txt'}")
+            raise SystemExit(f"mutmut failed on {', '.join(modules)}: see {folder / 'log.txt'}")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -117,6 +122,8 @@ def configuration(package: str, modules: Sequence[str]) -> str:
     options: dict[str, Any] = {
         "source_paths": [PACKAGE],
         "only_mutate": paths,
+        # Lines of a message that continues over several lines.
+        "do_not_mutate_patterns": [r'^\s*f?"[^"]* [^"]*"\)?,?$'],
         "also_copy": ["tools"],
         "type_check_command": [*mypy, "--cache-dir", str(FOLDER / "mypy"), *paths],
         "pytest_add_cli_args": ["-p", "mutants", "-p", "no:cacheprovider"],
@@ -162,7 +169,7 @@ def pytest_configure() -> None:
         pytest.skip("starts a process")
 
     subprocess.Popen.__init__ = skip  # type: ignore[method-assign]
-    multiprocessing.util.spawnv_passfds = skip  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = skip
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -204,9 +204,8 @@ def _lost_error(store: Store, attempt: AttemptIds, winner: Root) -> CheckpointEx
 
 def clean_up(store: Store, attempt: Attempt) -> None:
     """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Warn if that fails."""
-    replaced = attempt.replaced_id
     try:
-        delete_attempts(store, attempt.older, ended=[replaced] if replaced else [], spared=[attempt.marker])
+        delete_attempts(store, attempt.older, ended=[attempt.replaced_id], spared=[attempt.marker])
         if attempt.unmarked:
             # An attempt that still writes a file there repeats its put.
             store.sweep(f"{RESERVED_GROUP}/{save_id}" for save_id in attempt.unmarked)
