@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ import torch
 from harness.s3_server import LONG, Faults, S3Server
 from harness.store_servers import S3Place, free_port
 from obstore import exceptions as client_errors
-from test_store_faults import everything_in
 
 import zarrckpt
 from zarrckpt import ObjectExistsError, ObjectNotFoundError, StorageError
@@ -226,6 +226,20 @@ def test_listings_of_many_pages(backend: str, s3_stub: S3Server) -> None:
 
 
 # -- errors
+
+
+def everything_in(error: BaseException) -> str:
+    """Return all texts that a log of the error can show: its traceback, and every linked exception."""
+    texts = traceback.format_exception(error)
+    seen: list[BaseException] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        item = todo.pop()
+        if item is not None and item not in seen:
+            seen.append(item)
+            texts += [str(item), repr(item)]
+            todo += [item.__cause__, item.__context__]
+    return "\n".join(texts)
 
 
 def test_errors_say_what_the_server_said(s3_stub: S3Server) -> None:
