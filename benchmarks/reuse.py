@@ -28,7 +28,8 @@ ADAPTERS = 10e6
 """Bytes of the adapters at 1 GB. Adam has two moments of this size."""
 CHECKPOINTS = 10
 RANKS, FEWER_RANKS = 4, 2
-KIB = 1 << 10
+LOCAL_BYTES, S3_BYTES = 64 << 10, 256 << 10
+"""Bytes that a save may write beyond those that change, by the goals."""
 
 
 class _Pair(NamedTuple):
@@ -36,9 +37,9 @@ class _Pair(NamedTuple):
 
     full: Took
     reused: Took
-    full_counts: dict[str, Any] = {}  # noqa: RUF012
-    counts: dict[str, Any] = {}  # noqa: RUF012
-    sent: int = 0
+    full_counts: dict[str, Any]
+    counts: dict[str, Any]
+    sent: int
     """Bytes of new files."""
 
 
@@ -180,8 +181,15 @@ def _ratios(group: str, pairs: list[_Pair], time: float | None, processor: float
     for what, attribute, goal in (("time", "seconds", time), ("processor time", "processor", processor)):
         found = [statistics.median(getattr(pair[which], attribute) for pair in pairs) for which in (0, 1)]
         note = f"{found[1]:.3f} s and {found[0]:.3f} s"
-        yield Figure(GROUP, f"{group}: {what} of a save with a base, against a full save", found[1] / found[0], "x", goal,
-                     most=True, note=note)  # fmt: skip
+        name = f"{group}: {what} of a save with a base, against a full save"
+        yield Figure(GROUP, name, found[1] / found[0], "x", goal, most=True, note=note)
+
+
+def _written(group: str, sent: int, fixed: int, nbytes: int) -> Figure:
+    """Return the bytes that were sent, less ``fixed`` bytes, over the ``nbytes`` that change."""
+    name = f"{group}: bytes written, against those that change"
+    note = f"less {fixed >> 10} KiB; {sent:,} bytes"
+    return Figure(GROUP, name, (sent - fixed) / nbytes, "x", 1.05, most=True, note=note)
 
 
 # -- the conditions
@@ -197,11 +205,7 @@ def _lora_local(options: Options, folder: str) -> list[Figure]:
     nbytes = states.nbytes(changing)
     pairs = _pairs(frozen, changing, f"{folder}/lora", options)
     sent = max(pair.sent for pair in pairs)
-    figures = [
-        Figure(GROUP, "LoRA, local: bytes written, against those that change", (sent - 64 * KIB) / nbytes, "x", 1.05,
-               most=True, note=f"less 64 KiB; {sent:,} bytes"),  # fmt: skip
-        *_ratios("LoRA, local", pairs, 0.2, None),
-    ]
+    figures = [_written("LoRA, local", sent, LOCAL_BYTES, nbytes), *_ratios("LoRA, local", pairs, 0.2, None)]
     paths: list[str] = []
     on = zarrckpt.SaveOptions(reuse="on")
     for number in range(CHECKPOINTS):
@@ -223,15 +227,14 @@ def _lora_s3(options: Options, server: Served, group: str) -> list[Figure]:
     pairs = _pairs(frozen, changing, f"s3://{BUCKET}/lora", options, server=server)
     sent = max(pair.counts["bytes_in"] for pair in pairs)
     requests = [sum(counts["requests"].values()) for counts in (pairs[-1].full_counts, pairs[-1].counts)]
-    rounds = [statistics.median(found["round_trips"] for found in part) for part in
-              ([pair.full_counts for pair in pairs], [pair.counts for pair in pairs])]  # fmt: skip
+    full = statistics.median(pair.full_counts["round_trips"] for pair in pairs)
+    trips = statistics.median(pair.counts["round_trips"] for pair in pairs)
+    more, note = f"LoRA, {group}: more round trips than a full save", f"{trips:g} and {full:g}"
     return [
-        Figure(GROUP, f"LoRA, {group}: bytes sent, against those that change", (sent - 256 * KIB) / nbytes, "x", 1.05,
-               most=True, note=f"less 256 KiB; {sent:,} bytes"),  # fmt: skip
+        _written(f"LoRA, {group}", sent, S3_BYTES, nbytes),
         *_ratios(f"LoRA, {group}", pairs, 0.25, None),
         Figure(GROUP, f"LoRA, {group}: requests", requests[1], note=f"a full save: {requests[0]}"),
-        Figure(GROUP, f"LoRA, {group}: more round trips than a full save", rounds[1] - rounds[0], "", 2, most=True,
-               note=f"{rounds[1]:g} and {rounds[0]:g}"),  # fmt: skip
+        Figure(GROUP, more, trips - full, "", 2, most=True, note=note),
     ]
 
 
@@ -262,7 +265,4 @@ def _lora_ranks(options: Options, folder: str, base_ranks: int, measured: bool =
         return []
     pairs = _pairs(frozen, changing, f"{folder}/ranks-{world}", options, base=base, wait=dist.barrier)
     group = f"LoRA, local, FSDP2, {world} ranks" + ("" if world == base_ranks else f" after {base_ranks}")
-    sent = [pair.sent for pair in pairs]
-    written = Figure(GROUP, f"{group}: bytes written, against those that change", (sent[0] - 64 * KIB) / nbytes, "x", 1.05,
-                     most=True, note=f"less 64 KiB; {sent[0]:,} bytes")  # fmt: skip
-    return [written, *_ratios(group, pairs, 0.2, None)]
+    return [_written(group, pairs[0].sent, LOCAL_BYTES, nbytes), *_ratios(group, pairs, 0.2, None)]
