@@ -70,10 +70,10 @@ def _frozen(options: Options) -> dict[str, Any]:
 
 
 def _adapters(frozen: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Return two matrices for each matrix of the layers, and Adam's moments and step of each."""
+    """Return two matrices for each query and value matrix, as PEFT does by default, and Adam's moments and steps."""
     import torch
 
-    shapes = {name: tensor.shape for name, tensor in frozen.items() if ".layers." in name and tensor.dim() == 2}
+    shapes = {name: tensor.shape for name, tensor in frozen.items() if name.endswith((".q.weight", ".v.weight"))}
     rank = max(1, round(ADAPTERS * options.gigabytes / 4 / sum(sum(shape) for shape in shapes.values())))
     generator = torch.Generator().manual_seed(1)
     state: dict[str, Any] = {}
