@@ -157,7 +157,7 @@ def test_ls_info_and_the_report_show_reused_bytes(tmp_path: Path) -> None:
     assert [(line[0], *line[3:5]) for line in lines] == [
         ("checkpoint", "size", "sent"),
         ("step-1", "404 KB", "404 KB"),
-        ("step-2", "404 KB", "4.00 KB"),
+        ("step-2", "404 KB", "4 KB"),
     ]
     assert [(row["reused_nbytes"], row["sent_nbytes"]) for row in as_json("ls", tmp_path / "run")] == [
         (0, first.nbytes),

@@ -289,11 +289,12 @@ def _plan_and_save_with_base(url: str) -> tuple[PlanReport, SaveReport]:
 
 def test_a_base_divides_bytes_into_sent_and_reused(tmp_path: Path) -> None:
     reports, saves = zip(*run_ranks(_plan_and_save_with_base, str(tmp_path)), strict=True)
-    assert all(report == reports[0] for report in reports) and (reports[0].objects, reports[0].documents) == files(str(tmp_path / "next"))
-    reused = Catalog(StoreSpec(str(tmp_path / "next"))).root.reused
-    assert reused is not None and 0 < reports[0].reused_bytes == saves[0].linked_bytes - 4 * reused.objects
-    assert reports[0].sent_bytes == reports[0].nbytes - reports[0].reused_bytes >= 8 * 33 * 8
-    assert " are sent and 21.1 KB reused; " in str(reports[0])
+    url, report, saved = str(tmp_path / "next"), reports[0], saves[0]
+    assert all(other == report for other in reports) and (report.objects, report.documents) == files(url)
+    reused = Catalog(StoreSpec(url)).root.reused
+    assert reused is not None and 0 < report.reused_bytes == saved.linked_bytes - 4 * reused.objects
+    assert report.sent_bytes == report.nbytes - report.reused_bytes == 8 * 33 * 8
+    assert " are sent and 21.1 KB reused; " in str(report)
 
 
 def _with_and_without_merging() -> list[PlanReport]:

@@ -25,7 +25,7 @@ from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.items import Items
-from zarrckpt._save.reuse import BaseNumbers, SentBase, read_base
+from zarrckpt._save.reuse import BaseChunks, SentBase, read_base
 from zarrckpt._save.write import blob_node, elements_of_chunk, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
@@ -107,7 +107,7 @@ def _forecast(agreed: AgreedPlan[SentBase | None], limit: int) -> _RankForecast:
 
 def _reused_bytes(plan: RankPlan, state: LocalState, base: SentBase, limit: int) -> int:
     """Return the bytes of the elements of this rank's unchanged chunks."""
-    items, numbers, reused = Items(plan, state), BaseNumbers(base), 0
+    items, numbers, reused = Items(plan, state), BaseChunks(base), 0
     budget = transfer_memory(limit, items.prepare())
     for chunk in plan.chunks:
         node = plan.arrays[chunk.fqn]

@@ -133,7 +133,7 @@ class _ArrayNumbers:
     checksums: RawArray
 
 
-class BaseNumbers:
+class BaseChunks:
     """The numbers of the chunks of a base, by array."""
 
     def __init__(self, sent: SentBase) -> None:
@@ -176,7 +176,7 @@ class ReusableChunks:
         self._store = store
         self._base = base
         self._sent = sent
-        self._numbers = BaseNumbers(sent)
+        self._numbers = BaseChunks(sent)
         self._reused: list[StoredChunk] = []
         self._lock = threading.Lock()
 
