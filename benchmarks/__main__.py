@@ -32,6 +32,7 @@ SETS = {
     "small-keys": "small_keys",
     "subchunks": "subchunks",
     "runs": "runs",
+    "reuse": "reuse",
     "startup": "startup",
 }
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "speed.md"

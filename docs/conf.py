@@ -65,6 +65,7 @@ NAVIGATION = {
         "Convert <how-to/convert>",
         "Failed saves, damage <how-to/unfinished-saves>",
         "Speed and memory <how-to/speed>",
+        "Save less <how-to/reuse>",
         "Compression <how-to/compression>",
     ],
     "Look up": [

@@ -96,6 +96,10 @@ class SaveOptions:
             check_limits(reuse_full_every=self.reuse_full_every)
         _check_transfer(self)
 
+    def stores_digests(self, has_base: bool) -> bool:
+        """Whether a save stores digests of its chunks, so that later saves can reuse them."""
+        return self.reuse == "on" or (self.reuse == "auto" and has_base)
+
     @property
     def plan(self) -> PlanOptions:
         """The options that affect the plan."""

@@ -78,7 +78,7 @@ class PlanReport:
     of them would move between hosts (None if the hosts of ranks are unknown). ``merged`` is the number of chunks that
     span pieces of several ranks. ``rank_connections`` has the number of other ranks that each rank would connect to.
     ``control_rounds`` is the number of times that all ranks would wait for each other, to agree on the plan and the
-    commit.
+    commit. Of ``nbytes``, ``reused_bytes`` are in chunks that the base has.
     """
 
     ranks: int
@@ -93,6 +93,12 @@ class PlanReport:
     control_rounds: int = 0
     rank_connections: tuple[int, ...] = ()
     host_bytes: int | None = None
+    reused_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of tensors that the ranks would write."""
+        return self.nbytes - self.reused_bytes
 
     @property
     def balance(self) -> float:
@@ -120,12 +126,14 @@ class PlanReport:
 
     def __str__(self) -> str:
         share = share_text(self.moved_bytes, self.nbytes or 1)
+        reused = f"{size_text(self.sent_bytes)} are sent and {size_text(self.reused_bytes)} reused; "
+        reused = reused if self.reused_bytes else ""
         hosts = "" if self.host_bytes is None else f", {self.host_bytes / 1e9:.3f} GB of them between hosts"
         return (
             f"{count_text(self.tensors, 'tensor')}, {self.nbytes / 1e9:.3f} GB from {count_text(self.ranks, 'rank')}: "
             f"{count_text(self.objects, 'chunk object')} ({self.merged:,} merged) and "
             f"{count_text(self.documents, 'document')}, ${self.put_cost():.4f} of puts at S3's price and "
-            f"{self.put_seconds():.1f} s at its rate; {self.moved_bytes / 1e9:.3f} GB ({share}) move between "
+            f"{self.put_seconds():.1f} s at its rate; {reused}{self.moved_bytes / 1e9:.3f} GB ({share}) move between "
             f"ranks{hosts}, in {count_text(self.bundles, 'bundle')}; the rank with most writes {self.balance:.2f} of "
             f"the mean, and the one with most connections has {max(self.rank_connections, default=0)}"
         )

@@ -98,10 +98,10 @@ def test_ls_of_a_run_shows_the_rule_that_keeps_each_checkpoint(tmp_path: Path) -
     (folder / "step-00000007" / "@zarrckpt").mkdir(parents=True)
     (folder / "step-00000007" / "zarr.json").write_text("{")
     lines = [line.split("\t") for line in run("ls", folder, "--header").stdout.splitlines()]
-    assert lines[0] == ["checkpoint", "step", "age", "size", "val_loss", "kept because"]
+    assert lines[0] == ["checkpoint", "step", "age", "size", "sent", "val_loss", "kept because"]
     every = run("ls", folder, "--header", "--all").stdout.splitlines()[0].split("\t")
-    assert every == ["checkpoint", "step", "age", "size", "val_loss", "lr", "kept because"]
-    assert [(line[0], line[1], line[4], line[-1]) for line in lines[1:]] == [
+    assert every == ["checkpoint", "step", "age", "size", "sent", "val_loss", "lr", "kept because"]
+    assert [(line[0], line[1], line[5], line[-1]) for line in lines[1:]] == [
         ("step-00000002", "2", "1", "best"),
         ("step-00000003", "3", "5", "every 3, pinned"),
         ("step-00000004", "4", "4", "newest"),
@@ -146,6 +146,33 @@ def test_info_and_the_report_name_the_run(tmp_path: Path) -> None:
     zarrckpt.report(one, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f'"{run_id}"' in page and "zarrckpt.run" not in page
+
+
+def test_ls_info_and_the_report_show_reused_bytes(tmp_path: Path) -> None:
+    state = {"frozen": torch.rand(100, 1000), "adapter": torch.rand(1000)}
+    first = zarrckpt.save(state, tmp_path / "run" / "step-1", options=zarrckpt.SaveOptions(reuse="on"))
+    state["adapter"] += 1
+    two = tmp_path / "run" / "step-2"
+    zarrckpt.save(state, two, base=tmp_path / "run" / "step-1")
+    lines = [line.split("\t") for line in run("ls", tmp_path / "run", "--header").stdout.splitlines()]
+    assert [(line[0], *line[3:5]) for line in lines] == [
+        ("checkpoint", "size", "sent"),
+        ("step-1", "404 KB", "404 KB"),
+        ("step-2", "404 KB", "4 KB"),
+    ]
+    assert [(row["reused_nbytes"], row["sent_nbytes"]) for row in as_json("ls", tmp_path / "run")] == [
+        (0, first.nbytes),
+        (first.nbytes - 4004, 4004),
+    ]
+    rows = dict(line.split(maxsplit=1) for line in run("info", two).stdout.splitlines())
+    assert rows["reused"] == f"400 KB of 404 KB, 1 chunk, from save {first.save_id}"
+    reused = {"save_id": first.save_id, "objects": 1, "nbytes": first.nbytes - 4004, "saves": 1}
+    assert as_json("info", two)["reused"] == reused
+    zarrckpt.report(two, tmp_path / "page.html")
+    assert json.dumps(reused, separators=(",", ":")) in (tmp_path / "page.html").read_text()
+    # Sizes of compressed chunks are in another object than the one that ls reads.
+    zarrckpt.save(state, tmp_path / "run" / "step-3", options=zarrckpt.SaveOptions(compression="zstd"))
+    assert run("ls", tmp_path / "run").stdout.splitlines()[-1].split("\t")[3:] == ["404 KB", "-"]
 
 
 def test_piped_tables_have_a_header_on_request(saved: Path, tmp_path: Path) -> None:

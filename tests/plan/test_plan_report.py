@@ -21,7 +21,7 @@ from harness.torch_internals import MessageChannel, agree
 from harness.uneven_states import distributed, full, sharded, uneven_state
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import zarrckpt
@@ -276,6 +276,25 @@ def test_four_ranks_get_one_report(name: str, sizes: dict[str, Any], tmp_path: P
     assert report.rank_connections == tuple(map(len, peers))
     assert (report.merged > 0) == (report.bundles > 0) == (report.moved_bytes > 0)
     assert report.bundles > 1 or name == "uneven" or sizes == {"min_piece_bytes": 0}
+
+
+def _plan_and_save_with_base(url: str) -> tuple[PlanReport, SaveReport]:
+    line = init_device_mesh("cpu", (4,))
+    state = {"frozen": sharded(full((80, 33), 1), line), "adapter": sharded(full((8, 33), 2), line)}
+    zarrckpt.save(state, f"{url}/base", options=SaveOptions(reuse="on", min_piece_bytes=0))
+    state["adapter"].to_local().add_(1)
+    report = zarrckpt.plan_report(state, base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
+    return report, zarrckpt.save(state, f"{url}/next", base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
+
+
+def test_a_base_divides_bytes_into_sent_and_reused(tmp_path: Path) -> None:
+    reports, saves = zip(*run_ranks(_plan_and_save_with_base, str(tmp_path)), strict=True)
+    url, report, saved = str(tmp_path / "next"), reports[0], saves[0]
+    assert all(other == report for other in reports) and (report.objects, report.documents) == files(url)
+    reused = Catalog(StoreSpec(url)).root.reused
+    assert reused is not None and 0 < report.reused_bytes == saved.linked_bytes - 4 * reused.objects
+    assert report.sent_bytes == report.nbytes - report.reused_bytes == 8 * 33 * 8
+    assert " are sent and 21.1 KB reused; " in str(report)
 
 
 def _with_and_without_merging() -> list[PlanReport]:

@@ -10,7 +10,7 @@ from typing import Literal
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.metadata import RESERVED, run_of
-from zarrckpt._format.root import BlobEntry, Root
+from zarrckpt._format.root import BlobEntry, ReusedChunks, Root
 from zarrckpt._format.sealed import FORMAT
 from zarrckpt._inspect.value_changes import shorten
 from zarrckpt._read.selection import Selection, catalog_of
@@ -78,6 +78,9 @@ class CheckpointInfo:
     compressed chunks cannot be read."""
     run: str = ""
     """The id of its run if a :class:`~zarrckpt.CheckpointManager` saved it, otherwise ""."""
+    reused: ReusedChunks | None = None
+    """The chunks of the whole checkpoint that its save copied or linked from an earlier one: ``objects``, ``nbytes``
+    and the ``save_id`` of that checkpoint. None if the save wrote every chunk."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
         blob_nbytes=sum(blob.array.nbytes for blob in blobs),
         nbytes_stored=nbytes_stored,
         run=run_of(root.metadata),
+        reused=root.reused,
     )
 
 

@@ -133,6 +133,30 @@ class _ArrayNumbers:
     checksums: RawArray
 
 
+class BaseChunks:
+    """The numbers of the chunks of a base, by array."""
+
+    def __init__(self, sent: SentBase) -> None:
+        self._arrays: dict[str, _ArrayNumbers] = {}
+        chunk = subchunk = 0
+        for path, chunks, per_chunk in zip(sent.paths, sent.chunks.tolist(), sent.subchunks.tolist(), strict=True):
+            checksums = sent.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
+            self._arrays[path] = _ArrayNumbers(sent.digests[chunk : chunk + chunks], checksums)
+            chunk, subchunk = chunk + chunks, subchunk + chunks * per_chunk
+
+    def encode_unchanged(
+        self, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget
+    ) -> ChunkEncoder | None:
+        """Return the encoder of a chunk after it has encoded it, or None if the chunk differs from that of the base."""
+        numbers, number = self._arrays.get(node.path), node.grid.chunk_number(index)
+        if numbers is None or number >= len(numbers.digests):
+            return None
+        encoder = ChunkEncoder(node, elements, digested=True)
+        with budget.take(*encoder.memory(in_parts=True)) as scratch:
+            equal = encoder.equals(numbers.checksums[number], int(numbers.digests[number]), scratch)
+        return encoder if equal else None
+
+
 @dataclass(frozen=True)
 class StoredChunk:
     """A chunk of the new checkpoint, and how it was made."""
@@ -152,12 +176,7 @@ class ReusableChunks:
         self._store = store
         self._base = base
         self._sent = sent
-        self._numbers: dict[str, _ArrayNumbers] = {}
-        chunk = subchunk = 0
-        for path, chunks, per_chunk in zip(sent.paths, sent.chunks.tolist(), sent.subchunks.tolist(), strict=True):
-            checksums = sent.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
-            self._numbers[path] = _ArrayNumbers(sent.digests[chunk : chunk + chunks], checksums)
-            chunk, subchunk = chunk + chunks, subchunk + chunks * per_chunk
+        self._numbers = BaseChunks(sent)
         self._reused: list[StoredChunk] = []
         self._lock = threading.Lock()
 
@@ -169,13 +188,10 @@ class ReusableChunks:
         ``chunk`` is that of :class:`StoredChunk`. Without it, one more small request makes it very unlikely that the
         copy has other bytes.
         """
-        numbers, number = self._numbers.get(node.path), node.grid.chunk_number(index)
-        if numbers is None or number >= len(numbers.digests):
+        with self._store.encoders:
+            encoder = self._numbers.encode_unchanged(node, index, elements, budget)
+        if encoder is None:
             return None
-        encoder = ChunkEncoder(node, elements, digested=True)
-        with self._store.encoders, budget.take(*encoder.memory(in_parts=True)) as scratch:
-            if not encoder.equals(numbers.checksums[number], int(numbers.digests[number]), scratch):
-                return None
         source = join(self._sent.tree, node.chunk_key(index))
         reuse = self._store.reuse(self._base, source, key, encoder.nbytes)
         if reuse is None or (chunk is None and not self._has_tables()):

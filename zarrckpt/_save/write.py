@@ -174,6 +174,15 @@ class PieceElements:
         return self._memory[index]
 
 
+def elements_of_chunk(node: ArrayNode, chunk: ChunkPlan, items: Items, received: Received) -> Elements:
+    """Return the elements of a chunk. Most chunks are one piece, a part of an item in this rank's CPU memory."""
+    if len(chunk.pieces) == 1 and (item := chunk.pieces[0].item) is not None:
+        memory = items.view(item, chunk.pieces[0].box)
+        if memory is not None:
+            return ArrayElements(memory)
+    return PieceElements(node.grid.chunk_box(chunk.chunk_index), chunk.pieces, items, received)
+
+
 class RankWriter:
     """The writes of one rank in one save. ``reuse`` is None if no chunk can be reused."""
 
@@ -294,7 +303,7 @@ class RankWriter:
 
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
-        elements = self._elements(node, chunk, received)
+        elements = elements_of_chunk(node, chunk, self._items, received)
         stored = self._put_elements(node, chunk.chunk_index, elements, None if received else chunk)
         with self._lock:
             self._written[chunk.fqn].add(node, chunk.chunk_index, stored)
@@ -302,14 +311,6 @@ class RankWriter:
             self._report_alive()
             if self._progress is not None:
                 self._progress(self._done, self._total)
-
-    def _elements(self, node: ArrayNode, chunk: ChunkPlan, received: Received) -> Elements:
-        """Return the elements of a chunk. Most chunks are one piece, a part of an item in this rank's CPU memory."""
-        if len(chunk.pieces) == 1 and (item := chunk.pieces[0].item) is not None:
-            memory = self._items.view(item, chunk.pieces[0].box)
-            if memory is not None:
-                return ArrayElements(memory)
-        return PieceElements(node.grid.chunk_box(chunk.chunk_index), chunk.pieces, self._items, received)
 
     def _put_elements(
         self, node: ArrayNode, chunk_index: Ints, elements: Elements, chunk: ChunkPlan | None = None
@@ -335,7 +336,7 @@ class RankWriter:
                     "committed. Save again, without this base"
                 )
             node = self._plan.arrays[chunk.fqn]
-            elements = self._elements(node, chunk, {})
+            elements = elements_of_chunk(node, chunk, self._items, {})
             encoder = put_chunk(self._store, reused.key, node, elements, self._budget, digested=True)
             if encoder.digest != reused.encoder.digest:
                 raise CheckpointError(f"{chunk.fqn!r} changed during the save. Do not change the state during the save")

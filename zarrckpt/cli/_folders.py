@@ -12,6 +12,7 @@ from zarrckpt._commit.discovery import find_checkpoints, number_in
 from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.pins import list_pins
 from zarrckpt._errors import CheckpointError, StorageError, UnsupportedFormatError
+from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._format.root import Root
 from zarrckpt._inspect.info import STEPS, info_of
 from zarrckpt._jobs import run_jobs
@@ -98,7 +99,17 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
 def _described_root(url: str, root: Root) -> dict[str, Any]:
     found = info_of(url, root, root.entries, None)
     described = {name: getattr(found, name) for name in ("created", "step", "nbytes", "metadata")}
-    return described | {"run": found.run or None}
+    reused = 0 if found.reused is None else found.reused.nbytes
+    return described | {"run": found.run or None, "reused_nbytes": reused, "sent_nbytes": _sent_nbytes(root, reused)}
+
+
+def _sent_nbytes(root: Root, reused: int) -> int | None:
+    """Return the bytes of chunks that a save sent, or None if arrays are compressed, because the root lacks sizes."""
+    arrays = root.arrays()
+    if any(node.compression is not None for node in arrays):
+        return None
+    stored = sum(node.grid.num_chunks * chunk_object_bytes(node) for node in arrays)
+    return max(0, stored - reused)
 
 
 def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
@@ -142,8 +153,9 @@ def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -
         return
     names = _metadata_columns(listing, all_metadata)
     runs, reasons = listing.kind == "run", any(row.get("kept") is not None for row in listing.rows)
-    columns = [listing.kind, *(["newest"] if runs else []), "step", "age", "size", *names]
-    rows = [_row_cells(row, names, runs, reasons) for row in listing.rows]
+    sent = any(row.get("reused_nbytes") for row in listing.rows)
+    columns = [listing.kind, *(["newest"] if runs else []), "step", "age", "size", *(["sent"] if sent else []), *names]
+    rows = [_row_cells(row, names, runs, sent, reasons) for row in listing.rows]
     print_table([*columns, "kept because"] if reasons else columns, rows, right=columns[2 if runs else 1 :])
 
 
@@ -162,14 +174,16 @@ def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]
     return [name for name, _ in counts.most_common(_COLUMNS)]
 
 
-def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, reasons: bool) -> list[str]:
+def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, sent: bool, reasons: bool) -> list[str]:
     cells = [row["name"], *([row["newest"] or ""] if runs else [])]
     if row["state"] == "committed":
         step = "" if row["step"] is None else str(row["step"])
         cells += [step, age_text(row["created"]), size_text(row["nbytes"])]
+        if sent:
+            cells.append("-" if row["sent_nbytes"] is None else size_text(row["sent_nbytes"]))
         cells += [_cell(row["metadata"].get(name)) for name in names]
     else:
-        cells += ["", "", row["state"], *[""] * len(names)]
+        cells += ["", "", row["state"], *[""] * (sent + len(names))]
     kept = row.get("kept")
     return [*cells, "" if kept is None else ", ".join(kept) or "to be deleted"] if reasons else cells
 

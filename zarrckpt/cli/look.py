@@ -24,6 +24,7 @@ from zarrckpt.cli._common import (
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
+    from zarrckpt._format.root import ReusedChunks
     from zarrckpt._inspect.info import CheckpointInfo, DTypeInfo
 
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
-    For a folder of checkpoints, list the checkpoints by step: name, step, age, size, metadata. If a CheckpointManager
+    For a folder of checkpoints, list the checkpoints by step: name, step, age, size, metadata. If a save has reused
+    chunks of an earlier checkpoint, another column shows the bytes that each save sent. If a CheckpointManager
     manages them, show the metric of its rules, and the reasons why each checkpoint is kept. This takes one more
     request, and one more for each checkpoint. If a name has no step, the order is that of saving.
 
@@ -225,6 +227,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         ("size", size_text(found.nbytes)),
         ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(tensors)}"),
         ("stored", _stored(found)),
+        *([("reused", _reused(found, found.reused))] if found.reused is not None else []),
         ("layout", chunks + tree),
         ("values", f"{found.values:,}{blobs}"),
         *_headed("dtypes", [(name, _shown_numbers(part)) for name, part in found.dtypes.items()]),
@@ -254,6 +257,11 @@ def _stored(found: CheckpointInfo) -> str:
         return f"{size_text(found.nbytes_stored)}, not compressed"
     share = f" ({share_text(found.nbytes_stored, found.nbytes)})" if found.nbytes else ""
     return f"{size_text(found.nbytes_stored)}{share}, compressed by {', '.join(found.compression)}"
+
+
+def _reused(found: CheckpointInfo, reused: ReusedChunks) -> str:
+    whole = "" if found.nbytes_stored is None else f" of {size_text(found.nbytes_stored)}"
+    return f"{size_text(reused.nbytes)}{whole}, {count_text(reused.objects, 'chunk')}, from save {reused.save_id}"
 
 
 _SLICE = re.compile(r"\[?([-\d:,\s.]*)\]?")

@@ -120,14 +120,17 @@ def page_data(
 
 def _side(side: PageCheckpoint, layouts: Layouts) -> Json:
     root = side.catalog.root
+    part = len(side.names) < len(root.entries)
     info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
     info["step"] = None if side.info.step is None else _number(side.info.step)
+    if part:
+        info["reused"] = None  # it counts the whole checkpoint
     info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
     return {
         "info": info,
         "layouts": layouts.found,
         "ranks": layouts.rank_bytes(root.arrays(side.names)),
-        "part": len(side.names) < len(root.entries),
+        "part": part,
     }
 
 

@@ -174,6 +174,12 @@ function storedText(info) {
   return info.compression.length ? `${size}, compressed by ${info.compression.join(', ')}` : `${size}, not compressed`;
 }
 
+function reusedText(info) {
+  const { nbytes, objects, save_id } = info.reused;
+  const whole = info.nbytes_stored === null ? '' : ` of ${bytesText(info.nbytes_stored)}`;
+  return `${bytesText(nbytes)}${whole}, ${plural(objects, 'chunk')}, from save ${save_id}`;
+}
+
 function metadataText(info) {
   return Object.entries(info.metadata)
     .map(([name, text]) => `${name} ${text}`)
@@ -188,6 +194,7 @@ function facts(info) {
     ['software', softwareText(info.software)],
     ['chunks', `${plural(info.chunks, 'object')}, ${plural(info.subchunks, 'subchunk')}`],
     ['stored', storedText(info)],
+    ...(info.reused ? [['reused', reusedText(info)]] : []),
     ['tree', info.tree || 'canonical'],
     ['save id', info.save_id],
     ...(info.run ? [['run', info.run]] : []),
