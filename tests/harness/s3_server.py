@@ -280,7 +280,7 @@ class S3Server:
             if self.faults.latency:
                 time.sleep(self.faults.latency)
             answer = self.answer(request, body)
-            status, sent = answer.status, answer.nbytes
+            status, sent = answer.status, 0 if request.method == "HEAD" else answer.nbytes
             return self._send(wire, request, answer) and request.headers.get("connection", "").lower() != "close"
         finally:
             entry = Entry(began, time.monotonic(), request.kind, request.path, body.nbytes, sent, status)

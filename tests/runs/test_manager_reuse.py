@@ -95,7 +95,8 @@ def test_saves_send_only_changed_chunks_to_s3(s3_stub: S3Server) -> None:
     frozen = torch.arange(1 << 16, dtype=torch.float32)
     place = s3_stub.bucket()
     sent = []
-    with manager(place.url("run"), storage_options=place.storage_options, keep=Keep(newest=1)) as job:
+    options = {"storage_options": place.storage_options, "options": zarrckpt.SaveOptions()}
+    with manager(place.url("run"), keep=Keep(newest=1), **options) as job:
         for step in (1, 2, 3):
             s3_stub.log.reset()
             job.save(step, {"frozen": frozen, "step": step})
