@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from harness.random_tensors import random_tensor
-from harness.ranks import run_ranks
+from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
 from harness.torch_internals import RankSave
 from hypothesis import given, settings
@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zarrckpt
+from zarrckpt._format import chunk_codec
 from zarrckpt._plan import chunking
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -309,6 +310,20 @@ def test_an_overwrite_may_reuse_what_it_replaces(base: Path) -> None:
     check_content(base, frozen_and(3))
     zarrckpt.remove(base)
     assert not base.exists()
+
+
+@pytest.mark.parametrize("equal", ["crc32c", "crc64"])
+def test_both_checks_of_a_chunk_must_agree(equal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = frozen_and(1)
+    monkeypatch.setattr(chunk_codec, "crc64", lambda data, before=0: 7)
+    zarrckpt.save(state, tmp_path / "base", options=ON)
+    if equal == "crc32c":
+        monkeypatch.undo()
+    else:
+        state = {"frozen": state["frozen"] + 1, "adapter": state["adapter"] + 1, "step": 1, "blob": b"2" * 50}
+    report = zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=ON)
+    assert report.linked_bytes == 0
+    check_content(tmp_path / "new", state)
 
 
 # -- the base changes while its chunks are copied
@@ -606,3 +621,15 @@ def test_ranks_notice_a_base_that_was_replaced(tmp_path: Path) -> None:
     run_ranks(_save_while_the_base_is_replaced, str(tmp_path), options, world_size=4)
     _check_model(tmp_path / "2", 2)
     zarrckpt.open(tmp_path / "1").verify().raise_if_damaged()
+
+
+def _save_with_a_base_on_rank_0(folder: str) -> None:
+    base = f"{folder}/1" if dist.get_rank() == 0 else None
+    zarrckpt.save(_model(2), f"{folder}/2", base=base, options=ON)
+
+
+def test_ranks_must_pass_the_same_base(tmp_path: Path) -> None:
+    run_ranks(_save_on_ranks, str(tmp_path), (1,), ON, world_size=2)
+    message = all_ranks_raise(zarrckpt.CheckpointError, _save_with_a_base_on_rank_0, str(tmp_path), world_size=2)
+    assert "this rank does not" in message
+    assert not [*tmp_path.glob("2/**/c.*")]
