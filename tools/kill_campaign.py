@@ -4,10 +4,11 @@ python tools/kill_campaign.py --kills 300                # a temporary folder, a
 python tools/kill_campaign.py --kills 100 --url s3://bucket/kills --url /mnt/shared/kills
 
 Four processes save a state whose pieces move between them: to a new url, or over a checkpoint that they saved just
-before. At a random moment of the save, one process or all get SIGKILL. The others are killed a moment later, as
-torchrun does it. In a share of the trials they are watched instead until they notice the loss themselves. After each
-kill the url must open as the complete old checkpoint, as the complete new one, or as not committed, without damage.
-Every few kills the next save must succeed and leave no object of the killed saves. A ``--url`` must be empty.
+before. Each save reuses unchanged chunks of an earlier one. At a random moment of the save, one process or all get
+SIGKILL. The others are killed a moment later, as torchrun does it. In a share of the trials they are watched instead
+until they notice the loss themselves. After each kill the url must open as the complete old checkpoint, as the complete
+new one, or as not committed, without damage. Every few kills the next save must succeed and leave no object of the
+killed saves. A ``--url`` must be empty.
 
 Other kills are aimed (``AIMS``): one rank gets SIGKILL at a given step, between the rounds of a save or around its
 commit. Then all survivors must end soon and without help: with reports if the save is committed, else with errors.
@@ -65,7 +66,7 @@ LONGEST_SECONDS = 60.0
 AGENT_SECONDS = 0.1
 """Interval at which torchrun checks its processes."""
 
-OPTIONS = zarrckpt.SaveOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, timeout=15.0)
+OPTIONS = zarrckpt.SaveOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, reuse="on", timeout=15.0)
 """Options of the saves. Pieces move in many bundles, and the timeout is shorter than the time of watching."""
 
 LATE = ("_api", "_checkpoint", "_ops.recover", "_ops.verify", "_store._local", "_store._obstore")
@@ -157,9 +158,9 @@ AIMS = [
 
 
 def _extra(number: float) -> dict[str, torch.Tensor]:
-    """Return tensors of a few KiB, whose pieces move, and a larger one."""
-    small = {f"small.{place}": full((64, 16), number + place / 100) for place in range(12)}
-    return {**small, "large": full((1024, 512), number)}
+    """Return tensors of a few KiB, whose pieces move, and larger ones. Half of them never change."""
+    small = {f"small.{place}": full((64, 16), (number if place % 2 else 0) + place / 100) for place in range(12)}
+    return {**small, "large": full((512, 512), number), "frozen": full((512, 512), 0.5)}
 
 
 def state_of(number: float) -> dict[str, Any]:
@@ -190,6 +191,11 @@ class Saving:
     number: int
     replaces: bool = False
 
+    @property
+    def base(self) -> str:
+        """The url of the checkpoint that overwrites replace. It is absent in the first trial."""
+        return f"{self.url.rpartition('/')[0]}/latest"
+
     def run(self, rank: int, board: Board) -> None:
         """Save. Called on every rank, within their process group."""
         if self.replaces:
@@ -198,8 +204,10 @@ class Saving:
         _watch(rank, board)
         dist.barrier()
         board.mark(rank, Place.PLANS)
-        report = zarrckpt.save(state, self.url, overwrite=True, options=OPTIONS)
+        report = zarrckpt.save(state, self.url, overwrite=True, base=self.base, options=OPTIONS)
         board.mark(rank, Place.RETURNED)
+        if self.replaces and report.sent_bytes == report.nbytes:
+            raise Wrong("no chunk was reused")
         if zarrckpt.open(self.url).save_id != report.save_id:
             raise Wrong(f"its report is of save {report.save_id}, which is not committed")
 

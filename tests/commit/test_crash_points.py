@@ -39,6 +39,13 @@ def _save_on(value: int, overwrite: bool, store: FaultyStore) -> None:
     zarrckpt.save(state(value), store, overwrite=overwrite, options=SAVING)
 
 
+def _overwrite_with_reuse(store: FaultyStore) -> None:
+    """Replace a checkpoint and reuse its chunks. The base is read without faults."""
+    running.number = 2
+    report = zarrckpt.save(state(2), store, overwrite=True, base=store._inner, options=SAVING)
+    assert report.sent_bytes < report.nbytes
+
+
 def _crash_at_the_commit(value: int, overwrite: bool, place: Place) -> None:
     """Save, but crash at the put of the root document."""
 
@@ -64,6 +71,13 @@ def _nothing() -> dict[str, bytes]:
 def _committed() -> dict[str, bytes]:
     place = in_memory()
     place.save(1)
+    return place.objects()
+
+
+@cache
+def _committed_for_reuse() -> dict[str, bytes]:
+    place = in_memory()
+    place.save(1, reuse=True)
     return place.objects()
 
 
@@ -94,6 +108,7 @@ class Case:
 CASES = {
     "first save": Case(_nothing, partial(_save_on, 2, False), None, 2),
     "overwrite": Case(_committed, partial(_save_on, 2, True), 1, 2),
+    "overwrite with reuse": Case(_committed_for_reuse, _overwrite_with_reuse, 1, 2),
     "save after a crashed one": Case(_crashed, partial(_save_on, 2, False), None, 2),
     "overwrite after a crashed one": Case(_committed_and_crashed, partial(_save_on, 2, True), 1, 2),
     "recover": Case(_committed_and_crashed, lambda store: zarrckpt.recover(store, stopped=True), 1, 1),
@@ -255,6 +270,7 @@ def _on(disk: Disk, action: Callable[[Place], object], place: Place, monkeypatch
 
 FILE_ACTIONS: dict[str, Callable[[Place], object]] = {
     "first save": lambda place: place.save(2),
+    "overwrite with reuse": lambda place: place.save(2, overwrite=True, reuse=True),
     "overwrite after a crashed one": lambda place: place.save(2, overwrite=True),
     "recover": lambda place: zarrckpt.recover(place.url, stopped=True),
     "remove": lambda place: zarrckpt.remove(place.url),
@@ -348,17 +364,19 @@ class Durable:
         return found[-1] if found else -1
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("overwrite", "reuse"), [(False, False), (True, False), (True, True)])
 def test_files_are_synced_in_the_documented_order(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overwrite: bool, reuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in ``docs/explanation/commit.md``: a power cut at any time leaves a whole checkpoint."""
     place = Place(str(tmp_path / "new" / "folder" / "one"))
     if overwrite:
-        place.save(1)
+        replace(place, durable=False).save(1, reuse=reuse)
     disk = Disk()
-    _on(disk, lambda place: place.save(2, overwrite=overwrite), place, monkeypatch)
+    _on(disk, lambda place: place.save(2, overwrite=overwrite, reuse=reuse), place, monkeypatch)
     keys, save_id = needed(place), zarrckpt.open(place.url).save_id
+    linked = {event.path for event in disk.events if event.verb == "link" and "/c." in event.path}
+    assert linked == ({f"{place.url}/@{save_id}/deep/b/c.0"} if reuse else set())
     order = Durable(disk.events, place.url)
     marker, commit = f"@zarrckpt/{save_id}/{ROOT}", order.appeared(ROOT)
     # The lists of the save's files, before the first of the files.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness.interleaving import Faults, explore, nothing_quiet, play_many
+from harness.interleaving_reuse import CHANGES, Code, explore_reuse, play_reuse, save_again
 from harness.one_at_a_time import Save, committed_first, one_thread
 
 
@@ -75,3 +76,21 @@ def test_whole_saves_in_random_schedules() -> None:
     played = play_many(range(200))
     assert played.schedules == 200 and played.operations > 10_000
     assert {"won", "lost", "dead", "failed", "nothing", "replaced", "read 0"} <= played.ends.keys()
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(change.__name__ for change in changes))
+def test_a_base_changes_in_every_interleaving_with_its_reuse(changes: tuple[Code, ...]) -> None:
+    found = explore_reuse(changes, most=12_000)
+    assert found.states >= 1_500 and found.complete == (len(changes) == 1)
+    assert {outcome[0] for outcome in found.outcomes} == {"saved"}
+
+
+def test_reuse_with_failed_and_lost_requests() -> None:
+    found = explore_reuse((save_again,), faults=Faults(lost_answers=1, failures=1), most=12_000)
+    assert {outcome[0] for outcome in found.outcomes} <= {"saved", "failed", "incomplete"}
+
+
+def test_reuse_in_random_schedules() -> None:
+    played = play_reuse(range(100))
+    assert played.schedules == 100 and played.operations > 4_000
+    assert {"saved", "dead", "failed", "removed", "saved again", "pinned", "overwritten"} <= played.ends.keys()

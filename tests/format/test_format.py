@@ -22,6 +22,7 @@ from harness.ranks import run_ranks
 
 import zarrckpt
 from zarrckpt import UnsupportedValueError
+from zarrckpt._format.crc64 import crc64
 
 SCHEMA: Any = jsonschema.Draft202012Validator(json.loads(PAGE.with_name("zarrckpt.schema.json").read_bytes()))
 
@@ -290,6 +291,36 @@ def test_shards_are_padded_chunks_with_recorded_writers(tmp_path: Path) -> None:
     ckpt = zarrckpt.open(tmp_path / "apart")
     assert ckpt.writers("rows").tolist() == [[0], [1]] and ckpt.writers("columns").tolist() == [[0, 1]]
     assert reader.own["world_size"] == 2
+
+
+def crc64_of(data: bytes) -> int:
+    """Return the CRC-64/NVME of some bytes, bit by bit."""
+    found = 2**64 - 1
+    for byte in data:
+        found ^= byte
+        for _ in range(8):
+            found = found >> 1 ^ (0x9A6C9329AC4BC9B5 if found & 1 else 0)
+    return found ^ 2**64 - 1
+
+
+def test_digests_are_those_of_all_chunk_objects(tmp_path: Path) -> None:
+    """In the order of the paths, also of copied chunks, and of arrays without dimensions or elements."""
+    assert crc64_of(b"123456789") == crc64(b"6789", crc64(b"12345")) == 0xAE8B14860A799888
+    state = {"w": torch.arange(12.0).reshape(4, 3), "n": torch.tensor(1), "empty": torch.zeros(0, 2), "blob": b"x" * 50}
+    base = None
+    for number in range(2):
+        url = tmp_path / str(number)
+        options = zarrckpt.SaveOptions(reuse="on", compression="zstd", max_chunk_bytes=16, durable=False)
+        state["n"] += number
+        zarrckpt.save(state, url, base=base, options=options)
+        (table,) = url.glob("@zarrckpt/*/digests/c.0")
+        chunks = [url / "blob/c.0", url / "n/c", *(url / f"w/c.{row}.0" for row in range(4))]
+        digests = [crc64_of(path.read_bytes()) for path in chunks]
+        assert np.frombuffer(table.read_bytes()[:-4], "<u8").tolist() == digests
+        base = url
+    reused = read(url).own["reused"]
+    sizes = [path.stat().st_size for path in chunks if path.parent.name != "n"]
+    assert reused == {"save_id": read(tmp_path / "0").save_id, "objects": 5, "nbytes": sum(sizes), "saves": 1}
 
 
 def test_the_page_lists_every_dtype() -> None:

@@ -25,10 +25,13 @@ SAVING = zarrckpt.SaveOptions(max_chunk_bytes=48, concurrency=1)
 
 
 def state(value: int) -> dict[str, Any]:
-    """Return a small state that shows its save: tensors, one in two chunks, a value, a blob, nested groups."""
+    """Return a small state that shows its save: tensors, one in two chunks, a value, a blob, nested groups.
+
+    Only "deep.b" never changes, so that a save with a base reuses it.
+    """
     return {
         "w": torch.arange(24, dtype=torch.float32).reshape(6, 4) + 100 * value,
-        "deep": {"b": torch.full((3,), value, dtype=torch.bfloat16), "er": {"n": torch.tensor(value)}},
+        "deep": {"b": torch.full((3,), 7, dtype=torch.bfloat16), "er": {"n": torch.tensor(value)}},
         "step": value,
         "blob": b"%d" % value * 3,
     }
@@ -47,12 +50,15 @@ class Place:
         """The arguments for any function of the package."""
         return {"url": self.url, "storage_options": self.storage_options}
 
-    def save(self, value: int, *, overwrite: bool = False) -> zarrckpt.SaveReport:
-        """Save :func:`state` of a value, which is the number of the save as well."""
+    def save(self, value: int, *, overwrite: bool = False, reuse: bool = False) -> zarrckpt.SaveReport:
+        """Save :func:`state` of a value, which is the number of the save as well.
+
+        With ``reuse``, an overwrite reuses chunks of the checkpoint that it replaces.
+        """
         running.number = value
-        return zarrckpt.save(
-            state(value), **self.options, overwrite=overwrite, options=replace(SAVING, durable=self.durable)
-        )
+        options = replace(SAVING, durable=self.durable, reuse="on" if reuse else "auto")
+        base = self.url if reuse and overwrite else None
+        return zarrckpt.save(state(value), **self.options, overwrite=overwrite, base=base, options=options)
 
     def faulty(self, rule: Rule) -> FaultyStore:
         """Return a store that fails at this place."""
@@ -107,7 +113,7 @@ def held(place: Place) -> int | None:
     value: int = checkpoint["step"]
     expected, arrays = state(value), checkpoint.read()
     assert np.array_equal(arrays["w"], expected["w"].numpy())
-    assert (arrays["deep.b"].astype("f4") == value).all() and arrays["deep.b"].shape == (3,)
+    assert (arrays["deep.b"].astype("f4") == 7).all() and arrays["deep.b"].shape == (3,)
     assert arrays["deep.er.n"] == value and checkpoint["blob"] == expected["blob"] and len(checkpoint) == 5
     checkpoint.verify().raise_if_damaged()
     return value
@@ -229,9 +235,9 @@ class Disk:
         with self._lock:
             self.events.append(Event("fsync", self._paths[file]))
 
-    def link(self, source: str, path: str) -> None:
+    def link(self, source: str, path: str, *, follow_symlinks: bool = True) -> None:
         self._change("link", path, source)
-        os.link(source, path)
+        os.link(source, path, follow_symlinks=follow_symlinks)
 
     def replace(self, source: str, path: str) -> None:
         self._change("replace", path, source)

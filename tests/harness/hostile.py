@@ -15,6 +15,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -160,14 +161,19 @@ KINDS = ("plain", "zstd", "blosc", "tree")
 
 
 def make(folder: Path, kind: str) -> Path:
-    """Save a checkpoint. The kind "blosc" has portable arrays, the kind "tree" a tree that is not the canonical one."""
+    """Save a checkpoint. The kind "blosc" has portable arrays.
+
+    The kind "tree" has a tree that is not the canonical one, digests, and chunks of the checkpoint that it replaced.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compression = kind if kind in ("zstd", "blosc") else None
         options = zarrckpt.SaveOptions(compression=compression, portable_dtypes=kind == "blosc", durable=False)
+        base = None
         if kind == "tree":
+            options, base = dataclasses.replace(options, reuse="on"), folder
             zarrckpt.save(state(1), folder, options=options)
-        zarrckpt.save(state(), folder, overwrite=kind == "tree", options=options)
+        zarrckpt.save(state(), folder, overwrite=kind == "tree", base=base, options=options)
     return folder
 
 
@@ -472,8 +478,14 @@ def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
     return True
 
 
+WITHOUT_SYNC = zarrckpt.SaveOptions(durable=False)
+
+
 def use_others(watch: Watch, url: Path, found: list[str]) -> None:
-    """Read with DCP's own planner and with plain zarr-python. They may raise any error but must access nothing else."""
+    """Reuse its chunks, and read with DCP's own planner and with plain zarr-python.
+
+    The last two may raise any error but must access nothing else.
+    """
     import torch.distributed.checkpoint as dcp
     import zarr
     from torch.distributed.checkpoint.api import CheckpointException
@@ -493,6 +505,10 @@ def use_others(watch: Watch, url: Path, found: list[str]) -> None:
                 if not all(issubclass(cause, CheckpointError | RuntimeError | ValueError) for cause in causes):
                     raise
     watch.unpickled = set()
+    with watched(watch, found, "save with this base"):
+        model = {"model": state(7)["model"]}
+        zarrckpt.save(model, url.parent / "reused", overwrite=True, base=url, options=WITHOUT_SYNC)
+        assert zarrckpt.open(url.parent / "reused").read()["model.w"].tolist() == model["model"]["w"].tolist()
     with watched(watch, found, "zarr"), contextlib.suppress(Exception):
         group = zarr.open_group(url, mode="r", zarr_format=3)
         for _, node in group.members(max_depth=None):

@@ -323,11 +323,17 @@ def explore(
 
 
 def play(
-    seed: int, content: Content, saves: Sequence[Callable[[Store], str]], reads: int, judge: Judge
+    seed: int,
+    content: Content,
+    saves: Sequence[Callable[[Store], str]],
+    reads: int,
+    judge: Judge,
+    repeated_deletes: float = 0.1,
 ) -> tuple[Content, list[str], int]:
     """Play one random schedule of saves and readers: saves die, requests fail, answers get lost, deletions repeat.
 
-    Return the content at its end, the results of each save and reader, and the number of operations.
+    Return the content at its end, the results of each save and reader, and the number of operations. After an operation
+    a deletion repeats with the probability ``repeated_deletes``.
     """
     chance = random.Random(seed)
     agents, faulty = [Agent(code, partial(_shuffled, seed)) for code in (*saves, *[read] * reads)], range(len(saves))
@@ -361,7 +367,7 @@ def play(
                 found = Failed("by chance")
         else:
             content = after
-        if deleted and chance.random() < 0.1:
+        if deleted and chance.random() < repeated_deletes:
             content = answer(content, Op("delete", chance.choice(deleted)))[1]
         judge.committed(content)
         places[current] = agents[current].after(places[current], found, content)

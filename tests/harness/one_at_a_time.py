@@ -10,7 +10,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -21,7 +21,7 @@ import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.steps
-from harness.internals import Buffer, Listing, ObjectInfo, Store, VersionedObject
+from harness.internals import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, in_thread
 from harness.torch_internals import LocalState, RankSave
 from zarrckpt import ObjectNotFoundError, StorageError, _jobs
 from zarrckpt._commit import attempts, marker
@@ -39,7 +39,10 @@ FIRST = 0
 
 
 class Op(NamedTuple):
-    """One operation on the store: the bytes to write and, for a conditional put, the bytes that must be stored."""
+    """One operation on the store: the bytes to write and, for a conditional put, the bytes that must be stored.
+
+    Of a copy, ``data`` is the key of its source.
+    """
 
     verb: str
     key: str
@@ -64,6 +67,9 @@ def answer(content: Content, op: Op) -> tuple[Any, Content]:
         rests = sorted({name[len(key) + 1 if key else 0 :] for name in content if _below(name, key)})
         objects = tuple(rest for rest in rests if "/" not in rest)
         return (objects, tuple(dict.fromkeys(rest.split("/")[0] for rest in rests if "/" in rest))), content
+    if verb == "copy":
+        found = content.get(data.decode())
+        return (None, content) if found is None else (len(found), {**content, key: found})
     if verb == "delete":
         return True, {name: found for name, found in content.items() if name != key}
     if (verb == "create" and key in content) or (verb == "replace" and content.get(key) != version):
@@ -81,12 +87,17 @@ class AskedStore(ConditionalStore):
     url = "asked"
     max_concurrency = 1
 
-    def __init__(self, ask: Callable[[Op], Any]) -> None:
+    def __init__(self, ask: Callable[[Op], Any], folder: str = "") -> None:
         super().__init__(ConditionSupport(True, True))
         self._ask_one = ask
+        self._folder = f"{folder}/" if folder else ""
+
+    def at(self, folder: str) -> AskedStore:
+        """Return a store of the objects in a folder."""
+        return AskedStore(self._ask_one, folder)
 
     def ask(self, op: Op) -> Any:
-        found = self._ask_one(op)
+        found = self._ask_one(op._replace(key=f"{self._folder}{op.key}".rstrip("/")))
         if isinstance(found, Failed):
             raise StorageError(found.reason)
         return found
@@ -107,13 +118,19 @@ class AskedStore(ConditionalStore):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self.ask(Op("put", key, b"".join(bytes(buffer) for buffer in buffers)))
 
+    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+        assert isinstance(source, AskedStore)
+        found = self.ask(Op("copy", key, f"{source._folder}{source_key}".encode()))
+        return "copied" if found == nbytes else None
+
     def delete(self, keys: Iterable[str]) -> None:
         # In any store, many keys take many requests. Other agents may act in between.
         for key in keys:
             self.ask(Op("delete", key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return (ObjectInfo(*item) for item in self.ask(Op("list", prefix)))
+        cut = len(self._folder)
+        return (ObjectInfo(name[cut:], nbytes) for name, nbytes in self.ask(Op("list", prefix)))
 
     def list_dir(self, prefix: str = "") -> Listing:
         objects, folders = self.ask(Op("list_dir", prefix))
@@ -168,6 +185,10 @@ def _run(
     return [found[number] for number, _ in numbered]
 
 
+def _in_thread(call: Callable[[], T], *, at_once: bool = False) -> AbstractContextManager[Callable[[], T]]:
+    return in_thread(call, at_once=True)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run all jobs of the package in the calling thread. Saves get ids and times from their numbers.
@@ -177,6 +198,7 @@ def one_thread() -> Iterator[None]:
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
     instead: dict[str, tuple[Any, Any]] = {
         "run_jobs": (_jobs.run_jobs, _run),
+        "in_thread": (in_thread, _in_thread),
         "new_id": (marker.new_id, lambda: save_id(running.number)),
         # The record of a removal has the time, which must differ between removals.
         "now": (sealed.now, lambda: f"2026-01-01T00:00:0{running.number}.000000Z"),

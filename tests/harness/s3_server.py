@@ -65,7 +65,8 @@ class Request:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.method, self.query)
+        """The kind of the request, see :func:`kind_of`. A put whose bytes are those of another object is a copy."""
+        return "copy" if "x-amz-copy-source" in self.headers else kind_of(self.method, self.query)
 
 
 def kind_of(method: str, query: Collection[str]) -> str:
@@ -87,7 +88,7 @@ class Strike:
     """One request of a kind that fails: it is refused, or done and answered in part."""
 
     kind: str
-    """See :func:`kind_of`."""
+    """See :attr:`Request.kind`."""
     status: int = 0
     """The status of the refusal. With 0 the request is done."""
     code: str = ""
@@ -118,6 +119,10 @@ class Faults:
     """Number of requests that get a 503."""
     strike: Strike | None = None
     """One request that fails."""
+    failed_copies: int = 0
+    """Number of copies that are not made and get an answer of status 200 with an error in its body."""
+    cut_copies: bool = False
+    """The copy of an object has the first half of its bytes."""
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By kind of request: all get an error of this status and code."""
     accepts_key: Callable[[str, Request], bool] = lambda key, request: True
@@ -275,7 +280,7 @@ class S3Server:
             if self.faults.latency:
                 time.sleep(self.faults.latency)
             answer = self.answer(request, body)
-            status, sent = answer.status, answer.nbytes
+            status, sent = answer.status, 0 if request.method == "HEAD" else answer.nbytes
             return self._send(wire, request, answer) and request.headers.get("connection", "").lower() != "close"
         finally:
             entry = Entry(began, time.monotonic(), request.kind, request.path, body.nbytes, sent, status)
@@ -294,7 +299,7 @@ class S3Server:
             answer = self.carry_out(request, body)
             answer.sent = strike.sent if strike is not None else None
             with self._lock:
-                if request.kind == "put" and faults.lose_answers > 0:
+                if request.kind in ("put", "copy") and faults.lose_answers > 0:
                     faults.lose_answers -= 1
                     answer.sent = 0.0
             return answer
@@ -455,12 +460,22 @@ class S3Server:
         if request.kind == "part":
             part = self.store.put_part(query["uploadId"], int(query["partNumber"]), body)
             return Answer(headers={"ETag": part.e_tag})
-        if source := request.headers.get("x-amz-copy-source"):
-            copied = self.store.put(request.path, self.store.get(unquote(source).lstrip("/")).parts)
-            time_stored = f"<LastModified>{_iso(copied)}</LastModified>"
-            return xml(f"<CopyObjectResult><ETag>{copied.e_tag}</ETag>{time_stored}</CopyObjectResult>")
+        if request.kind == "copy":
+            return self._copy(request)
         stored = self.store.put(request.path, (body,), **self._conditions(request))
         return Answer(headers=_headers(stored))
+
+    def _copy(self, request: Request) -> Answer:
+        source = self.store.get(unquote(request.headers["x-amz-copy-source"]).lstrip("/"))
+        with self._lock:
+            fails = self.faults.failed_copies > 0
+            self.faults.failed_copies -= fails
+        if fails:
+            return xml("<Error><Code>InternalError</Code><Message>InternalError</Message></Error>")
+        views = source.views(0, source.size // 2 if self.faults.cut_copies else source.size)
+        copied = self.store.put(request.path, tuple(views))
+        time_stored = f"<LastModified>{_iso(copied)}</LastModified>"
+        return xml(f"<CopyObjectResult><ETag>{copied.e_tag}</ETag>{time_stored}</CopyObjectResult>")
 
     def _post(self, request: Request, body: memoryview) -> Answer:
         bucket, _, key = request.path.partition("/")

@@ -119,7 +119,19 @@ def tagged(number: int) -> dict[str, str]:
     return {"$int": hex(number)}
 
 
+REUSED = {"save_id": "0" * 32, "objects": 1, "nbytes": 4, "saves": 1}
+
 REFUSED: dict[str, Callable[[Forgery], Any]] = {
+    "reuse from no save": lambda f: f.own.update(reused={**REUSED, "save_id": "../base"}),
+    "less than no reused object": lambda f: f.own.update(reused={**REUSED, "objects": -1}),
+    "a share of a reused byte": lambda f: f.own.update(reused={**REUSED, "nbytes": 1.5}),
+    "reuse after a number of saves that is a text": lambda f: f.own.update(reused={**REUSED, "saves": "1"}),
+    "reuse with another member": lambda f: f.own.update(reused={**REUSED, "url": "/etc"}),
+    "reuse without its number of saves": lambda f: f.own.update(reused={"save_id": "0" * 32, "objects": 1}),
+    "reuse that is a list": lambda f: f.own.update(reused=[REUSED]),
+    "fewer digests than chunks": lambda f: f.own["tables"].update(digests={"length": 1, "crc32c": 0}),
+    "more digests than chunks": lambda f: f.own["tables"].update(digests={"length": 2**40, "crc32c": 0}),
+    "digests that are a list": lambda f: f.own["tables"].update(digests=[1]),
     "a key with more digits than Python shows": lambda f: put(f, "x", "x", [{"$int": "0x" + "f" * 5000}]),
     "a key that no dict takes": lambda f: put(f, "[1]", "x", [[1]]),
     "a key that holds what no dict takes": lambda f: put(f, "([1],)", "x", [{"$tuple": [[1]]}]),
@@ -182,6 +194,7 @@ def test_forged_roots_are_refused_on_opening(name: str, forgery: Forgery) -> Non
 
 def test_the_unchanged_root_opens(forgery: Forgery) -> None:
     put(forgery, "x", "x", ["x"], nest(20))
+    forgery.own["reused"] = REUSED
     forgery.write()
     ckpt = zarrckpt.open(forgery.folder)
     assert ckpt["x"] == nest(20)
