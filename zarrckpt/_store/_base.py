@@ -268,8 +268,8 @@ class Store(abc.ABC):
         """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, if no byte is sent.
 
         Returns None if the stores cannot do this, or if the source is absent or has another size. Then the caller puts
-        the object. Two requests in S3, Google Cloud Storage and Azure, which copy within one account. Local files are
-        linked, or cloned if links are refused. Other stores always return None.
+        the object. Two requests in S3 and Google Cloud Storage, which copy within one bucket. Local files are linked,
+        or cloned if links are refused. Other stores always return None.
         """
         return None
 

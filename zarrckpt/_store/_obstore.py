@@ -56,8 +56,8 @@ class ObstoreStore(ClientStore):
         super().__init__(url, client.prefix, client.conditions, secrets=client.known_secrets)
         self._client = client
         self._bucket = client.bucket
-        self._can_copy = True
-        """False after a copy has failed for another reason than an absent source."""
+        self._can_copy = self._bucket.copies_at_once
+        """False also after a copy has failed for another reason than an absent source."""
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))

@@ -99,6 +99,9 @@ class Bucket:
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing fails. A server may send pages for ever."""
+        # Azure may answer when a copy has only begun, and obstore does not wait for its end.
+        self.copies_at_once = kind != "az"
+        """Whether the answer to a copy means that the copy has ended."""
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
         self._out = out
         self.server = server
