@@ -32,7 +32,7 @@ exclude_patterns = ["_*"]
 myst_heading_anchors = 4
 nitpicky = True
 OTHERS = "collections|concurrent|dist|numpy|np|os|torch|xarray|zarr"
-nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..+|Mode|Progress|Url|\w+Option")]
+nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..+|Mode|Progress|Url|\w+Option|.+\.ReusedChunks")]
 
 add_module_names = False
 autodoc_member_order = "bysource"
