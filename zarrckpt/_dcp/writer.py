@@ -170,7 +170,7 @@ class ZarrStorageWriter(StorageWriter):
         only, differing = differing_parts(digests)
         state = gather_state(gathered, only)
         warn_of_differing({**state.differing, **differing})
-        planned = plan_save(state, self._request.options.plan)
+        planned = plan_save(state, self._save.plan_options())
         self._layout, self._hollow = planned.layout, state.hollow
         members = tuple(gathered.members)
         self._alone = len(members) == 1

@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from zarrckpt._commit.marker import Marker
 from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
-from zarrckpt._format.grid import Grid
+from zarrckpt._format.grid import Box, Grid, Ints
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.wire import record
@@ -66,6 +66,8 @@ class PlanOptions:
     sizes: Sizes = Sizes()
     portable: bool = False
     """Whether types that few readers know are stored as unsigned integers of their size."""
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """The chunk grids of an earlier checkpoint by path. A tensor keeps its grid if each box consists of whole chunks."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,13 @@ class SavePlan:
         """Return the plan of one rank."""
         paths = {fqn: self.layout.node_paths[fqn] for fqn, writer in self.writers.items() if writer == rank}
         return make_rank_plan(rank, self.layout.tensors, self.chunk_owners, paths)
+
+    def keeps(self, grids: Mapping[str, Grid]) -> bool:
+        """Whether every tensor has the grid of its path, if there is one for its shape."""
+        nodes = self.layout.tensors.values()
+        return all(
+            node.grid == grid for node in nodes if (grid := grids.get(node.path)) and grid.shape == node.grid.shape
+        )
 
     @cached_property
     def digest(self) -> bytes:
@@ -110,6 +119,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
         sizes = _chosen_sizes(options.sizes, state)
         # Equal boxes give equal grids, so thousands of equal layers are computed once.
         grids: dict[tuple[Holders, int], Grid] = {}
+        kept: dict[tuple[Holders, Grid], bool] = {}
         tensors: dict[str, ArrayNode] = {}
         planned = []
         for fqn, tensor in state.tensors.items():
@@ -117,6 +127,13 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             if key not in grids:
                 grids[key] = choose_grid(tensor.shape, tensor.holders.boxes, tensor.dtype.itemsize, **sizes)
             grid = grids[key]
+            earlier = options.grids.get(node_paths[fqn])
+            if earlier is not None and earlier != grid:
+                holders = tensor.holders
+                if (holders, earlier) not in kept:
+                    largest = sizes["max_chunk_bytes"] // tensor.dtype.itemsize
+                    kept[holders, earlier] = _can_keep(earlier, tensor.shape, holders.boxes, largest)
+                grid = earlier if kept[holders, earlier] else grid
             chosen = options.compression if compressible(grid, tensor.dtype) else None
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
@@ -125,6 +142,17 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
+
+
+def _can_keep(grid: Grid, shape: Ints, boxes: Sequence[Box], largest: int) -> bool:
+    """Whether each box consists of whole chunks of a grid, and a chunk has at most ``largest`` elements."""
+    if grid.shape != shape or math.prod(grid.chunk_shape) > largest:
+        return False
+    return all(
+        begin % step == 0 and ((begin + length) % step == 0 or begin + length == n)
+        for box in boxes
+        for begin, length, step, n in zip(box.offset, box.shape, grid.chunk_shape, shape, strict=True)
+    )
 
 
 def _chosen_sizes(sizes: Sizes, state: GlobalState) -> dict[str, int]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
 from collections import Counter
@@ -280,13 +281,16 @@ class _Agreement(Generic[A]):
 
     def _answer_to_hellos(self, packed: Sequence[bytes]) -> _BeginAnswer[A] | DescriptionRequest:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
-        known = (
-            last is not None and last.options == self._options and {hello.plan_name for hello in hellos} == {last.name}
-        )
+        known = last is not None and self._serves(last) and {hello.plan_name for hello in hellos} == {last.name}
         # If the sum is not 0, the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _BeginAnswer(self._begin(last.plan.layout))
         return DescriptionRequest.from_digests([hello.digest for hello in hellos])
+
+    def _serves(self, last: _KeptPlan) -> bool:
+        """Whether a kept plan is the plan of these options. Its grids may be those of a base without that base."""
+        same = dataclasses.replace(last.options, grids={}) == dataclasses.replace(self._options, grids={})
+        return same and last.plan.keeps(self._options.grids)
 
     def _answer_to_descriptions(self, sent: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
         described = [one for one in sent if one is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.items import Items
-from zarrckpt._save.reuse import BaseChunks, SentBase, read_base
+from zarrckpt._save.reuse import BaseChunks, SentBase, StoredBase, read_base, read_stored_base
 from zarrckpt._save.write import blob_node, elements_of_chunk, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
@@ -69,8 +70,12 @@ def plan_report(
     if no_dist:
         refuse_collective_objects(state)
     with open_rounds(ranks, "plan_report", options.timeout) as rounds:
-        begin = partial(_read_base, base, storage_options, options)
-        agreed = agree(rounds, partial(LocalState.from_user_state, state), options.plan, begin)
+        stored = None
+        if base is not None and options.reuse != "off" and not rounds.rank:
+            stored = read_stored_base(StoreSpec(base, storage_options), "")
+        plan = dataclasses.replace(options.plan, grids={} if stored is None else stored.grids)
+        begin = partial(_read_base, stored, options)
+        agreed = agree(rounds, partial(LocalState.from_user_state, state), plan, begin)
         found = rounds.merge(
             "their values", on_each_rank=partial(_forecast, agreed, options.max_inflight_bytes), on_coordinator=list
         )
@@ -88,12 +93,8 @@ class _RankForecast:
     reused_bytes: int
 
 
-def _read_base(
-    base: Url | None, storage_options: Mapping[str, Any] | None, options: SaveOptions, layout: Layout
-) -> SentBase | None:
-    if base is None or options.reuse == "off":
-        return None
-    return read_base(StoreSpec(base, storage_options), "", layout, options.reuse_full_every)
+def _read_base(stored: StoredBase | None, options: SaveOptions, layout: Layout) -> SentBase | None:
+    return None if stored is None else read_base(stored, layout, options.reuse_full_every)
 
 
 def _forecast(agreed: AgreedPlan[SentBase | None], limit: int) -> _RankForecast:

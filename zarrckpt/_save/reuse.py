@@ -23,8 +23,8 @@ from zarrckpt._format.chunk_codec import ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.crc64 import crc64
 from zarrckpt._format.documents import NODE, ArrayNode, join
-from zarrckpt._format.grid import Ints
-from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, table_node
+from zarrckpt._format.grid import Grid, Ints
+from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, Table, table_node
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import BytesBudget, run_jobs
@@ -69,42 +69,74 @@ class SentBase:
             raise ValueError("the numbers of chunks of the base do not match its digests")
 
 
-def read_base(spec: StoreSpec, name: str, layout: Layout, full_every: int | None) -> SentBase | None:
-    """Read the base of a save, or return None and log the reason. Three requests in two round trips.
+@dataclass(frozen=True)
+class StoredBase:
+    """A base whose root document the coordinator has read."""
 
-    ``full_every`` is the option ``reuse_full_every``. Raises no CheckpointError.
-    """
+    spec: StoreSpec
+    name: str
+    """As in :class:`SentBase`."""
+    version: str
+    root: Root
+    digests: Table
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """The chunk grids of the tensors by path."""
+        return {node.path: node.grid for node in self.root.tensors.values()}
+
+    @property
+    def saves(self) -> int:
+        """The number of saves since the last one that wrote every chunk, including the new save."""
+        return 1 if self.root.reused is None else self.root.reused.saves + 1
+
+
+def read_stored_base(spec: StoreSpec, name: str) -> StoredBase | None:
+    """Read the root document of a base, or return None and log the reason. One request. Raises no CheckpointError."""
     store = spec.open()
     try:
         data = store.get(NODE)
         root = parse_root_document(data, store.url)
-        if root.digests is None:
-            log.info("%s has no digests of chunks: all chunks are written", store.url)
-            return None
-        saves = 1 if root.reused is None else root.reused.saves + 1
-        if full_every is not None and saves >= full_every:
-            return None
-        catalog = Catalog(spec, root)
-        tables = ((CHECKSUMS, root.checksums), (DIGESTS, root.digests))
-        checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
     except ObjectNotFoundError:
         log.warning("%s has no checkpoint to reuse: all chunks are written", store.url)
         return None
     except CheckpointError as err:
-        log.warning("%s cannot be reused, and all chunks are written: %s", store.url, err)
+        _warn_of_base(store, err)
         return None
-    return _base_of(root, version_of(data), name, saves, layout, checksums, digests)
+    if root.digests is None:
+        log.info("%s has no digests of chunks: all chunks are written", store.url)
+        return None
+    return StoredBase(spec, name, version_of(data), root, root.digests)
 
 
-def _base_of(
-    root: Root, version: str, name: str, saves: int, layout: Layout, checksums: RawArray, digests: RawArray
-) -> SentBase:
+def read_base(base: StoredBase, layout: Layout, full_every: int | None) -> SentBase | None:
+    """Read the tables of a base, or return None and log the reason. Two requests at a time. Raises no CheckpointError.
+
+    ``full_every`` is the option ``reuse_full_every``.
+    """
+    if full_every is not None and base.saves >= full_every:
+        return None
+    catalog = Catalog(base.spec, base.root)
+    tables = ((CHECKSUMS, base.root.checksums), (DIGESTS, base.digests))
+    try:
+        checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
+    except CheckpointError as err:
+        _warn_of_base(base.spec.open(), err)
+        return None
+    return _sent_base(base, layout, checksums, digests)
+
+
+def _warn_of_base(store: Store, error: CheckpointError) -> None:
+    log.warning("%s cannot be reused, and all chunks are written: %s", store.url, error)
+
+
+def _sent_base(base: StoredBase, layout: Layout, checksums: RawArray, digests: RawArray) -> SentBase:
     """Return the part of a base that a save of this layout may reuse: equal tensors, and all blobs of equal names."""
     tensors = {node.path: node for node in layout.tensors.values()}
     blobs = {path for fqn, path in layout.node_paths.items() if fqn not in layout.tensors}
     nodes, chosen_digests, chosen_checksums = [], [digests[:0]], [checksums[:0]]
     chunk = subchunk = 0
-    for node in root.arrays():
+    for node in base.root.arrays():
         chunks, subchunks = node.grid.num_chunks, node.grid.num_subchunks
         if tensors.get(node.path) == node or node.path in blobs:
             nodes.append(node)
@@ -112,11 +144,11 @@ def _base_of(
             chosen_checksums.append(checksums[subchunk : subchunk + subchunks])
         chunk, subchunk = chunk + chunks, subchunk + subchunks
     return SentBase(
-        name,
-        root.save_id,
-        root.tree,
-        version,
-        saves,
+        base.name,
+        base.root.save_id,
+        base.root.tree,
+        base.version,
+        base.saves,
         tuple(node.path for node in nodes),
         np.array([node.grid.num_chunks for node in nodes], "<i8"),
         np.array([node.grid.subchunks_per_chunk for node in nodes], "<i8"),

@@ -17,7 +17,7 @@ from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import in_thread
-from zarrckpt._plan.plan import Layout
+from zarrckpt._plan.plan import Layout, PlanOptions
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.calls import call_on_coordinator
 from zarrckpt._ranks.group import Ranks
@@ -28,7 +28,7 @@ from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ReusableChunks, SentBase, read_base
+from zarrckpt._save.reuse import ReusableChunks, SentBase, StoredBase, read_base, read_stored_base
 from zarrckpt._save.write import RankWriter, Results
 from zarrckpt._state.local_state import LocalState
 
@@ -44,7 +44,8 @@ def save_on_ranks(read_state: Callable[[], LocalState], request: SaveRequest, ra
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
     """Make a save with connected ranks, as in :func:`save_on_ranks`, without a call to torch.distributed."""
     # The coordinator begins the attempt in the round in which the ranks agree.
-    agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
+    options = save.request.options.plan if rounds.rank else save.plan_options()
+    agreed = agree(rounds, read_state, options, save.begin)
     plan, attempt = agreed.plan, agreed.attempt
     try:
         channel = rounds.channel() if plan.moves_pieces else None
@@ -86,6 +87,7 @@ class RankSave:
         self._stopped = False
         self._attempt: attempts.Attempt | None = None
         """On the coordinator, from :meth:`begin` until the commit or the failure."""
+        self._base: StoredBase | None = None
         self._sent: SentAttempt | None = None
         self._root: Root | None = None
 
@@ -130,8 +132,18 @@ class RankSave:
 
     # -- the coordinator
 
+    def plan_options(self) -> PlanOptions:
+        """Return the options of the plan, with the chunk grids of the base. One request if there is a base."""
+        self._base = self._read_stored_base()
+        grids = {} if self._base is None else self._base.grids
+        return dataclasses.replace(self.request.options.plan, grids=grids)
+
+    def _read_stored_base(self) -> StoredBase | None:
+        found = self.request.base_to_read()
+        return None if found is None else read_stored_base(*found)
+
     def begin(self, layout: Layout) -> SentAttempt:
-        """Check for a checkpoint, claim the url, write the marker. About 9 requests, and three to read a base.
+        """Check for a checkpoint, claim the url, write the marker. About 9 requests, and two to read a base.
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
@@ -147,8 +159,9 @@ class RankSave:
         return self._sent
 
     def _read_base(self, layout: Layout) -> SentBase | None:
-        found = self.request.base_to_read()
-        return None if found is None else read_base(*found, layout, self.request.options.reuse_full_every)
+        # A run that was not restored knows its newest checkpoint only after it has begun.
+        base = self._base or self._read_stored_base()
+        return None if base is None else read_base(base, layout, self.request.options.reuse_full_every)
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
