@@ -332,8 +332,8 @@ class RankWriter:
         for reused in [] if self._reuse is None else self._reuse.find_changed(self._budget):
             if (chunk := reused.chunk) is None:
                 raise IncompleteSaveError(
-                    f"{reused.key!r} was copied from the base, which has changed since, and the copy differs or cannot be "
-                    "read. Nothing was committed. Save again, without this base"
+                    f"{reused.key!r} was copied from the base, which has changed since, and the copy differs or cannot "
+                    "be read. Nothing was committed. Save again, without this base"
                 )
             node = self._plan.arrays[chunk.fqn]
             elements = elements_of_chunk(node, chunk, self._items, {})
