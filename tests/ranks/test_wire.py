@@ -47,7 +47,7 @@ RECORDS = [
     DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
     ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", True, False),
     Sharding((0, 1), (2,), (Cut(0), None)),
-    PlanOptions(Blosc(), Sizes(min_piece=1)),
+    PlanOptions(Blosc(), Sizes(min_piece=1), grids={"a": Grid((4,), (2,), (1,))}),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
     _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE)),
     _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),

@@ -202,7 +202,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_only_changed_chunks_are_written(base: Path, tmp_path: Path) -> None:
     before = contents(base)
     report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base)
-    assert (report.linked_bytes, report.base) == (0, ""), "a base of other chunk sizes is not used"
+    assert (report.linked_bytes, report.base) == (FROZEN_BYTES, str(base)), "the grid of the base is kept"
     report = zarrckpt.save(frozen_and(3), tmp_path / "newer", base=base, options=ON)
     assert (report.linked_bytes, report.base) == (FROZEN_BYTES, str(base))
     check_content(tmp_path / "newer", frozen_and(3))
@@ -582,13 +582,16 @@ def _save_on_ranks(folder: str, numbers: Sequence[int], options: zarrckpt.SaveOp
     ]
 
 
-@pytest.mark.parametrize("pieces", ["whole chunks", "moved pieces"])
+@pytest.mark.parametrize("pieces", ["whole chunks", "moved pieces", "shards"])
 def test_ranks_reuse_chunks_of_equal_grids(pieces: str, tmp_path: Path) -> None:
-    """Four ranks, then two. Chunks of 16 rows are pieces of one rank, those of 32 rows are merged from two ranks."""
-    size = 16 if pieces == "whole chunks" else 32
-    options = dataclasses.replace(
-        ON, max_chunk_bytes=size * 256, fill_bytes=size * 256, min_piece_bytes=1024 if size == 16 else None
-    )
+    """Four ranks, then two. Chunks of 16 rows are pieces of one rank, those of 32 rows are merged from two ranks.
+
+    Without limits, two ranks would have chunks of 32 rows. They keep the grid of four.
+    """
+    size = 32 if pieces == "moved pieces" else 16
+    options = dataclasses.replace(ON, min_piece_bytes=None if size == 32 else 1024)
+    if pieces != "shards":
+        options = dataclasses.replace(options, max_chunk_bytes=size * 256, fill_bytes=size * 256)
     reports = run_ranks(_save_on_ranks, str(tmp_path), (1, 2), options, world_size=4)
     assert all(found == reports[0] for found in reports)
     reports += run_ranks(_save_on_ranks, str(tmp_path), (3,), options, world_size=2)

@@ -67,7 +67,7 @@ class PlanOptions:
     portable: bool = False
     """Whether types that few readers know are stored as unsigned integers of their size."""
     grids: Mapping[str, Grid] = field(default_factory=dict)
-    """The chunk grids of an earlier checkpoint by path. A tensor keeps its grid if each box consists of whole chunks."""
+    """The chunk grids of a base by path. A tensor keeps its grid if each of its boxes consists of whole chunks."""
 
 
 @dataclass(frozen=True)
