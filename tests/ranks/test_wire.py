@@ -33,6 +33,7 @@ from zarrckpt._ranks.control_messages import Message, decode_message, encode_mes
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
+from zarrckpt._save.plan_report import _RankForecast
 from zarrckpt._save.reuse import SentBase
 from zarrckpt._save.write import ArrayResult, ObjectResult
 
@@ -56,6 +57,7 @@ RECORDS = [
     ObjectResult(value=ValueEntry("v", {"$tuple": [1, "\ud800", [2.5, None, True]]})),
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
+    _RankForecast((NODE,), 24),
     Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),
     ChosenCheckpoint("step-100", 100, ("step-200",)),
     Failure(3, "StorageError", "no space", notes=("a", "b")),
