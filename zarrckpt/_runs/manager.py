@@ -362,8 +362,8 @@ class CheckpointManager:
 
         If this manager has saved the step already, or is saving it, wait for that save and return its future. With
         ``background=False``, the save has ended when the call returns. Four more requests than :func:`save`, and two
-        more for the first checkpoint of a run. Unchanged chunks of the last checkpoint are reused, see
-        ``reuse`` of :class:`SaveOptions`, which costs four requests, and in object stores two per chunk instead of its put.
+        more for the first checkpoint of a run. Unchanged chunks of the last checkpoint are reused, see ``reuse`` of
+        :class:`SaveOptions`. This costs four requests, and in object stores two per chunk instead of its put.
         """
         given = StepState(self._checked_step(step), state, metrics, metadata)
         self._steps.refuse_earlier(given.step)
