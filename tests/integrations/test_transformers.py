@@ -113,7 +113,9 @@ def test_adapters_on_s3_are_killed_and_resume_bit_for_bit(moto_bucket: Any) -> N
     ckpt = zarrckpt.open(moto_bucket.url("run/step-00000012"), storage_options=moto_bucket.storage_options)
     tensors = [name for name in ckpt.tensors if name.startswith(("model.", "optimizer."))]
     assert tensors and all("lora_" in name for name in tensors)
-    assert ckpt.nbytes < zarrckpt.open("whole/step-00000012").nbytes / 2
+    whole = zarrckpt.open("whole/step-00000012")
+    assert ckpt.nbytes < whole.nbytes / 2
+    assert whole.info.reused is not None and whole.info.reused.nbytes > whole.nbytes / 2, "frozen weights are linked"
 
 
 def test_fsdp2_resumes_on_one_process_and_back() -> None:
