@@ -292,7 +292,9 @@ def test_a_damaged_newest_checkpoint_is_skipped() -> None:
     assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
     for folder, entry in (("step-00000012", "optimizer"), ("step-00000008", "trainer")):
         for chunk in Path("run", folder, entry).rglob("c.*"):
-            chunk.write_bytes(bytes(chunk.stat().st_size))
+            size = chunk.stat().st_size
+            chunk.unlink()  # Unchanged chunks are links to the files of the older checkpoint.
+            chunk.write_bytes(bytes(size))
     with pytest.raises(zarrckpt.CorruptCheckpointError, match="step-00000012"):
         trained(trainer={"checkpoint_dir": "run"}, resume="run/step-00000012")
     done = in_processes(2, {**run, "seed": 2, "resume": True, "result": "resumed.pt"})
