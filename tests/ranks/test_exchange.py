@@ -672,6 +672,24 @@ def test_an_exchange_stays_within_the_memory_bound(tmp_path: Path) -> None:
     assert len(zarrckpt.open(tmp_path / str(BOUND))) == 128
 
 
+def _peak_of_reuse(folder: str) -> tuple[int, float]:
+    """Return the peak bytes of numpy's and Python's buffers in a save that links every chunk, and the linked share."""
+    state = {f"w{i}": sharded(torch.rand(512, 512), mesh_of([0, 1, 2, 3])) for i in range(128)}
+    options = zarrckpt.SaveOptions(max_inflight_bytes=BOUND, durable=False, reuse="on")
+    zarrckpt.save(state, f"{folder}/base", options=options)
+    reports = []
+    peak = traced_peak_of(
+        lambda: reports.append(zarrckpt.save(state, f"{folder}/new", base=f"{folder}/base", options=options))
+    )
+    return peak, reports[0].linked_bytes / reports[0].nbytes
+
+
+def test_pieces_of_reused_chunks_are_freed(tmp_path: Path) -> None:
+    for peak, share in run_ranks(_peak_of_reuse, str(tmp_path)):
+        assert share == 1
+        assert peak <= BOUND + (2 << 20), peak
+
+
 def _balanced(folder: str) -> dict[str, float]:
     """Return the maximum bytes that a rank wrote over the mean, for states with replicas."""
     line, square = mesh_of([0, 1, 2, 3]), mesh_of([[0, 1], [2, 3]])

@@ -93,18 +93,17 @@ class StoredBase:
 
 def read_stored_base(spec: StoreSpec, name: str) -> StoredBase | None:
     """Read the root document of a base, or return None and log the reason. One request. Raises no CheckpointError."""
-    store = spec.open()
     try:
-        data = store.get(NODE)
-        root = parse_root_document(data, store.url)
+        data = spec.open().get(NODE)
+        root = parse_root_document(data, spec.url)
     except ObjectNotFoundError:
-        log.warning("%s has no checkpoint to reuse: all chunks are written", store.url)
+        log.warning("%s has no checkpoint to reuse: all chunks are written", spec.url)
         return None
     except CheckpointError as err:
-        _warn_of_base(store, err)
+        _warn_of_base(spec, err)
         return None
     if root.digests is None:
-        log.info("%s has no digests of chunks: all chunks are written", store.url)
+        log.info("%s has no digests of chunks: all chunks are written", spec.url)
         return None
     return StoredBase(spec, name, version_of(data), root, root.digests)
 
@@ -121,13 +120,13 @@ def read_base(base: StoredBase, layout: Layout, full_every: int | None) -> SentB
     try:
         checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
     except CheckpointError as err:
-        _warn_of_base(base.spec.open(), err)
+        _warn_of_base(base.spec, err)
         return None
     return _sent_base(base, layout, checksums, digests)
 
 
-def _warn_of_base(store: Store, error: CheckpointError) -> None:
-    log.warning("%s cannot be reused, and all chunks are written: %s", store.url, error)
+def _warn_of_base(spec: StoreSpec, error: CheckpointError) -> None:
+    log.warning("%s cannot be reused, and all chunks are written: %s", spec.url, error)
 
 
 def _sent_base(base: StoredBase, layout: Layout, checksums: RawArray, digests: RawArray) -> SentBase:
@@ -193,12 +192,20 @@ class BaseChunks:
 class StoredChunk:
     """A chunk of the new checkpoint, and how it was made."""
 
-    key: str
     encoder: ChunkEncoder
     reuse: Reuse | None = None
     """None if the chunk was written."""
-    chunk: ChunkPlan | None = None
-    """The plan of a reused chunk if this rank can write it again: all its pieces are items of the rank."""
+
+
+@dataclass(frozen=True)
+class ReusedObject:
+    """A chunk that was copied or linked. It has no reference to the chunk's elements, which would stay in memory."""
+
+    key: str
+    nbytes: int
+    digest: int
+    chunk: ChunkPlan | None
+    """The plan of the chunk if this rank can write it again: all its pieces are items of the rank."""
 
 
 class ReusableChunks:
@@ -209,7 +216,7 @@ class ReusableChunks:
         self._base = base
         self._sent = sent
         self._numbers = BaseChunks(sent)
-        self._reused: list[StoredChunk] = []
+        self._reused: list[ReusedObject] = []
         self._lock = threading.Lock()
 
     def reuse(
@@ -217,7 +224,7 @@ class ReusableChunks:
     ) -> StoredChunk | None:
         """Copy or link a chunk if it is unchanged. Returns None if it must be written.
 
-        ``chunk`` is that of :class:`StoredChunk`. Without it, one more small request makes it very unlikely that the
+        ``chunk`` is that of :class:`ReusedObject`. Without it, one more small request makes it very unlikely that the
         copy has other bytes.
         """
         with self._store.encoders:
@@ -228,12 +235,11 @@ class ReusableChunks:
         reuse = self._store.reuse(self._base, source, key, encoder.nbytes)
         if reuse is None or (chunk is None and not self._has_tables()):
             return None
-        found = StoredChunk(key, encoder, reuse, chunk)
         with self._lock:
-            self._reused.append(found)
-        return found
+            self._reused.append(ReusedObject(key, encoder.nbytes, encoder.digest, chunk))
+        return StoredChunk(encoder, reuse)
 
-    def find_changed(self, budget: BytesBudget) -> Sequence[StoredChunk]:
+    def find_changed(self, budget: BytesBudget) -> Sequence[ReusedObject]:
         """Return the reused chunks whose objects have other bytes. One request if the base is unchanged.
 
         Otherwise reads every reused chunk.
@@ -258,9 +264,9 @@ class ReusableChunks:
         except CheckpointError:
             return False
 
-    def _is_copy(self, reused: StoredChunk, budget: BytesBudget) -> bool:
-        with budget.hold(reused.encoder.nbytes):
+    def _is_copy(self, reused: ReusedObject, budget: BytesBudget) -> bool:
+        with budget.hold(reused.nbytes):
             try:
-                return crc64(self._store.read(reused.key, 0, reused.encoder.nbytes)) == reused.encoder.digest
+                return crc64(self._store.read(reused.key, 0, reused.nbytes)) == reused.digest
             except CheckpointError:
                 return False

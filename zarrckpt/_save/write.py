@@ -322,7 +322,7 @@ class RankWriter:
             if reused is not None:
                 return reused
         encoder = put_chunk(self._store, key, node, elements, self._budget, digested=self._digested)
-        return StoredChunk(key, encoder)
+        return StoredChunk(encoder)
 
     def _write_changed(self) -> None:
         """Write the chunks whose copies have other bytes, because the base was replaced while they were copied.
@@ -338,7 +338,7 @@ class RankWriter:
             node = self._plan.arrays[chunk.fqn]
             elements = elements_of_chunk(node, chunk, self._items, {})
             encoder = put_chunk(self._store, reused.key, node, elements, self._budget, digested=True)
-            if encoder.digest != reused.encoder.digest:
+            if encoder.digest != reused.digest:
                 raise CheckpointError(f"{chunk.fqn!r} changed during the save. Do not change the state during the save")
 
     def _put_document(self, path: str, document: bytes) -> None:
