@@ -160,6 +160,19 @@ def test_without_links_files_are_cloned(base: Path, tmp_path: Path, monkeypatch:
     check(tmp_path / "new", 2)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_pipe_in_the_base_is_not_reused(
+    refused: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = base / "frozen" / "c.0.0"
+    chunk.unlink()
+    os.mkfifo(chunk)
+    if refused:
+        monkeypatch.setattr(_local_commit, "os", RefusedLinks(errno.EPERM))
+    zarrckpt.save(state(2), tmp_path / "new", base=base, options=ON)
+    check(tmp_path / "new", 2)
+
+
 @pytest.fixture
 def other_disk(tmp_path: Path) -> Iterator[Path]:
     disks = ("/dev/shm", "/tmp", "/var/tmp")

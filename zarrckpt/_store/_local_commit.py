@@ -18,7 +18,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import CorruptCheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import version_of
 from zarrckpt._store._failures import ABSENT
@@ -107,8 +107,7 @@ def link_new(source: str, path: str, nbytes: int) -> bool:
     existing file is replaced as in :func:`write_new`. The new file has the present time, so that a clean-up by age does
     not take it for an old one.
     """
-    with contextlib.suppress(*ABSENT):
-        _unlink(path)
+    _unlink(path)
     try:
         os.link(source, path, follow_symlinks=False)
     except ABSENT:
@@ -118,14 +117,13 @@ def link_new(source: str, path: str, nbytes: int) -> bool:
     except OSError as error:
         if error.errno not in (*_NO_LINKS, errno.EXDEV) or not _clone(source, path):
             return False
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
-            _unlink(path)
-            return False
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        _unlink(path)
+        return False
+    # If another user owns the file, its time cannot be set.
+    with contextlib.suppress(PermissionError):
         os.utime(path)
-    except PermissionError:
-        pass  # Another user owns the file, so its time cannot be set.
     return True
 
 
@@ -134,7 +132,7 @@ def _clone(source: str, path: str) -> bool:
     try:
         with closed_after(open_regular(source)) as read, closed_after(_open_new(path)) as file:
             fcntl.ioctl(file, _FICLONE, read)
-    except OSError:
+    except (OSError, CorruptCheckpointError):
         _unlink(path)
         return False
     return True
