@@ -13,7 +13,7 @@ from zarrckpt._plan.plan import PlanOptions, Sizes
 
 OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 
-ReuseChunks = Literal["auto", "on", "off"]
+ReuseMode = Literal["auto", "on", "off"]
 
 CheckAfter = Literal["sample", "full", "off"]
 
@@ -74,7 +74,7 @@ class SaveOptions:
     fill_bytes: int | None = None
     concurrency: int | None = None
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
-    reuse: ReuseChunks = "auto"
+    reuse: ReuseMode = "auto"
     reuse_full_every: int | None = None
     timeout: float = TIMEOUT
 
@@ -90,15 +90,11 @@ class SaveOptions:
             check_limits(fill_bytes=self.fill_bytes)
         if self.min_piece_bytes is not None:
             check_limits(0, min_piece_bytes=self.min_piece_bytes)
-        if self.reuse not in get_args(ReuseChunks):
-            raise ValueError(f"reuse must be one of {', '.join(get_args(ReuseChunks))}, got {self.reuse!r}")
+        if self.reuse not in get_args(ReuseMode):
+            raise ValueError(f"reuse must be one of {', '.join(get_args(ReuseMode))}, got {self.reuse!r}")
         if self.reuse_full_every is not None:
             check_limits(reuse_full_every=self.reuse_full_every)
         _check_transfer(self)
-
-    def stores_digests(self, has_base: bool) -> bool:
-        """Whether a save stores digests of its chunks, so that later saves can reuse them."""
-        return self.reuse == "on" or (self.reuse == "auto" and has_base)
 
     @property
     def plan(self) -> PlanOptions:

@@ -388,6 +388,12 @@ class Played:
     operations: int = 0
     ends: Counter[str] = field(default_factory=Counter)
 
+    def add(self, operations: int, ends: Iterable[str]) -> None:
+        """Count one schedule."""
+        self.schedules += 1
+        self.operations += operations
+        self.ends.update(ends)
+
 
 def play_many(seeds: Iterable[int], saves: int = 3, readers: int = 1) -> Played:
     """Play and check random schedules, each over an empty store or over a committed save."""
@@ -401,9 +407,7 @@ def play_many(seeds: Iterable[int], saves: int = 3, readers: int = 1) -> Played:
             judge.can_go_on(content, after)
         except AssertionError as err:
             raise Broken(f"seed {seed}: {err}") from err
-        played.schedules += 1
-        played.operations += operations
-        played.ends.update(ends)
+        played.add(operations, ends)
     return played
 
 

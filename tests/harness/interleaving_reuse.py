@@ -177,9 +177,7 @@ def play_reuse(seeds: Iterable[int]) -> Played:
             judge.can_save(content)
         except AssertionError as err:
             raise Broken(f"seed {seed}: {err}") from err
-        played.schedules += 1
-        played.operations += operations
-        played.ends.update(ends)
+        played.add(operations, ends)
     return played
 
 

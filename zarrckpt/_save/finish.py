@@ -35,6 +35,7 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt
+from zarrckpt._save.reuse import SentBase
 from zarrckpt._save.write import ArrayResult, ObjectResult, Results
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
@@ -61,6 +62,7 @@ def finish_save(
     numbers = _tables_of_results(nodes, written, sent.digested)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
+    arrays = [array for parts in written.values() for _, array in parts]
     tables, puts = encode_tables(attempt.save_id, numbers)
     puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
     at_once = 1 if store.is_local else store.max_concurrency
@@ -73,7 +75,7 @@ def finish_save(
         checksums=tables[CHECKSUMS],
         sizes=tables.get(SIZES),
         digests=tables.get(DIGESTS),
-        reused=_reused(sent, written),
+        reused=_reused_chunks(sent.base, arrays),
         history=attempt.history,
         created=now(),
         software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -88,7 +90,6 @@ def finish_save(
         metadata=metadata,
     )
     rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)
-    arrays = [array for parts in written.values() for _, array in parts]
     report = SaveReport(
         store.url,
         attempt.save_id,
@@ -101,13 +102,12 @@ def finish_save(
     return root, report
 
 
-def _reused(sent: SentAttempt, written: Mapping[str, Sequence[tuple[int, ArrayResult]]]) -> ReusedChunks | None:
-    arrays = [array for parts in written.values() for _, array in parts]
+def _reused_chunks(base: SentBase | None, arrays: Sequence[ArrayResult]) -> ReusedChunks | None:
     objects = sum(array.reused for array in arrays)
-    if sent.base is None or not objects:
+    if base is None or not objects:
         return None
     nbytes = sum(array.copied + array.linked for array in arrays)
-    return ReusedChunks(sent.base.save_id, objects, nbytes, sent.base.saves)
+    return ReusedChunks(base.save_id, objects, nbytes, base.saves)
 
 
 def _collect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import check_limits
-from zarrckpt._options import SaveOptions, checked_options
+from zarrckpt._options import SaveOptions
 from zarrckpt._plan.geometry import Numbers
-from zarrckpt._plan.plan import Layout, SavePlan
+from zarrckpt._plan.plan import SavePlan
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.group import Ranks
@@ -26,12 +25,13 @@ from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
 from zarrckpt._save.items import Items
-from zarrckpt._save.reuse import BaseChunks, SentBase, StoredBase, read_base, read_stored_base
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.reuse import BaseChunks, SentBase, find_base, read_base, with_grids
 from zarrckpt._save.write import blob_node, elements_of_chunk, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
 from zarrckpt._state.tensors import transfer_memory
-from zarrckpt._store import StoreSpec, Url
+from zarrckpt._store import Url
 
 _OTHER_DOCUMENTS = 3
 """The documents that belong to no node: marker, root, and the claim (with overwrite: the group of the new tree)."""
@@ -65,23 +65,21 @@ def plan_report(
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
     else:
         check_limits(ranks_per_host=ranks_per_host)
-    options = checked_options(options, SaveOptions)
+    request = SaveRequest.from_arguments(None, options, storage_options=storage_options, base=base)
+    options = request.options
     ranks = Ranks(process_group, no_dist=no_dist)
     if no_dist:
         refuse_collective_objects(state)
     with open_rounds(ranks, "plan_report", options.timeout) as rounds:
-        stored = None
-        if base is not None and options.reuse != "off" and not rounds.rank:
-            stored = read_stored_base(StoreSpec(base, storage_options), "")
-        plan = dataclasses.replace(options.plan, grids={} if stored is None else stored.grids)
-        begin = partial(_read_base, stored, options)
-        agreed = agree(rounds, partial(LocalState.from_user_state, state), plan, begin)
+        stored = None if rounds.rank else find_base(request)
+        begin = partial(read_base, stored, options.reuse_full_every)
+        agreed = agree(rounds, partial(LocalState.from_user_state, state), with_grids(options.plan, stored), begin)
         found = rounds.merge(
             "their values", on_each_rank=partial(_forecast, agreed, options.max_inflight_bytes), on_coordinator=list
         )
     blobs = [blob for rank in found for blob in rank.blobs]
-    reused, digested = sum(rank.reused_bytes for rank in found), options.stores_digests(base is not None)
-    return report_of(agreed.plan, rounds.members, ranks_per_host, blobs, reused, digested)
+    reused = sum(rank.reused_bytes for rank in found)
+    return report_of(agreed.plan, rounds.members, ranks_per_host, blobs, reused, request.digested)
 
 
 @record
@@ -91,10 +89,6 @@ class _RankForecast:
 
     blobs: tuple[ArrayNode, ...]
     reused_bytes: int
-
-
-def _read_base(stored: StoredBase | None, options: SaveOptions, layout: Layout) -> SentBase | None:
-    return None if stored is None else read_base(stored, layout, options.reuse_full_every)
 
 
 def _forecast(agreed: AgreedPlan[SentBase | None], limit: int) -> _RankForecast:

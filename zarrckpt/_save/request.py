@@ -62,7 +62,8 @@ class SaveRequest:
     @property
     def digested(self) -> bool:
         """Whether the save stores digests of its chunks, so that later saves can reuse them."""
-        return self.options.stores_digests(self.run is not None or self.base is not None)
+        reuse = self.options.reuse
+        return reuse == "on" or (reuse == "auto" and (self.run is not None or self.base is not None))
 
     def base_to_read(self) -> tuple[StoreSpec, str] | None:
         """Return the base of the save and its folder in the run, or None. Only the coordinator calls it."""

@@ -9,6 +9,7 @@ root document of the base again after its last copy. If it has changed, the copi
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, Table, table_node
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import BytesBudget, run_jobs
-from zarrckpt._plan.plan import Layout
+from zarrckpt._plan.plan import Layout, PlanOptions
 from zarrckpt._plan.rank_plan import ChunkPlan
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._save.request import SaveRequest
 from zarrckpt._store import Store, StoreSpec
 from zarrckpt._store._base import Reuse, version_of
 
@@ -91,8 +93,14 @@ class StoredBase:
         return 1 if self.root.reused is None else self.root.reused.saves + 1
 
 
-def read_stored_base(spec: StoreSpec, name: str) -> StoredBase | None:
-    """Read the root document of a base, or return None and log the reason. One request. Raises no CheckpointError."""
+def find_base(request: SaveRequest) -> StoredBase | None:
+    """Read the root document of a save's base. One request if the save has a base. Only the coordinator calls it.
+
+    If the base cannot be used, return None and log the reason. Raises no CheckpointError.
+    """
+    if (found := request.base_to_read()) is None:
+        return None
+    spec, name = found
     try:
         data = spec.open().get(NODE)
         root = parse_root_document(data, spec.url)
@@ -108,12 +116,18 @@ def read_stored_base(spec: StoreSpec, name: str) -> StoredBase | None:
     return StoredBase(spec, name, version_of(data), root, root.digests)
 
 
-def read_base(base: StoredBase, layout: Layout, full_every: int | None) -> SentBase | None:
-    """Read the tables of a base, or return None and log the reason. Two requests at a time. Raises no CheckpointError.
+def with_grids(options: PlanOptions, base: StoredBase | None) -> PlanOptions:
+    """Return the options of a plan that keeps the chunk grids of a base."""
+    return dataclasses.replace(options, grids={} if base is None else base.grids)
 
-    ``full_every`` is the option ``reuse_full_every``.
+
+def read_base(base: StoredBase | None, full_every: int | None, layout: Layout) -> SentBase | None:
+    """Read the tables of a base for a save of this layout. Two requests at a time.
+
+    If the base cannot be used, or ``full_every`` (the option ``reuse_full_every``) excludes it, return None and log
+    damage. Raises no CheckpointError.
     """
-    if full_every is not None and base.saves >= full_every:
+    if base is None or (full_every is not None and base.saves >= full_every):
         return None
     catalog = Catalog(base.spec, base.root)
     tables = ((CHECKSUMS, base.root.checksums), (DIGESTS, base.digests))

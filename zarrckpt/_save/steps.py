@@ -28,7 +28,7 @@ from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ReusableChunks, SentBase, StoredBase, read_base, read_stored_base
+from zarrckpt._save.reuse import ReusableChunks, SentBase, StoredBase, find_base, read_base, with_grids
 from zarrckpt._save.write import RankWriter, Results
 from zarrckpt._state.local_state import LocalState
 
@@ -134,13 +134,8 @@ class RankSave:
 
     def plan_options(self) -> PlanOptions:
         """Return the options of the plan, with the chunk grids of the base. One request if there is a base."""
-        self._base = self._read_stored_base()
-        grids = {} if self._base is None else self._base.grids
-        return dataclasses.replace(self.request.options.plan, grids=grids)
-
-    def _read_stored_base(self) -> StoredBase | None:
-        found = self.request.base_to_read()
-        return None if found is None else read_stored_base(*found)
+        self._base = find_base(self.request)
+        return with_grids(self.request.options.plan, self._base)
 
     def begin(self, layout: Layout) -> SentAttempt:
         """Check for a checkpoint, claim the url, write the marker. About 9 requests, and two to read a base.
@@ -160,8 +155,8 @@ class RankSave:
 
     def _read_base(self, layout: Layout) -> SentBase | None:
         # A run that was not restored knows its newest checkpoint only after it has begun.
-        base = self._base or self._read_stored_base()
-        return None if base is None else read_base(base, layout, self.request.options.reuse_full_every)
+        base = find_base(self.request) if self._base is None and self.request.run is not None else self._base
+        return read_base(base, self.request.options.reuse_full_every, layout)
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
