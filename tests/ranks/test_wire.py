@@ -35,7 +35,8 @@ from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
 from zarrckpt._save.plan_report import _RankForecast
 from zarrckpt._save.reuse import SentBase
-from zarrckpt._save.write import ArrayResult, ObjectResult
+from zarrckpt._save.write import ArrayResult, ObjectResult, RankResults
+from zarrckpt._store._archive import ArchivePart
 
 ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
 NODE = ArrayNode("a/b", Grid((4, 6), (2, 6), (1, 6)), by_name("bfloat16"), True, Zstd(3))
@@ -50,12 +51,13 @@ RECORDS = [
     Sharding((0, 1), (2,), (Cut(0), None)),
     PlanOptions(Blosc(), Sizes(min_piece=1), grids={"a": Grid((4,), (2,), (1,))}),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
-    _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE)),
+    _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE, {"a": 64})),
     _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
     _PlanDigests(b"plan", b"", {("w", None): b"digest"}),
     ArrayResult(np.arange(3), np.arange(6, dtype="<u4"), np.zeros(0, "<u4"), np.zeros(0, "<u8"), 24),
     ObjectResult(value=ValueEntry("v", {"$tuple": [1, "\ud800", [2.5, None, True]]})),
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
+    RankResults({}, ArchivePart(("a/c.0",), np.ones(1, "<u4"), ID, ("b/c",), np.ones((1, 4), "<i8"))),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
     _RankForecast((NODE,), 24),
     Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),

@@ -107,8 +107,9 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     older = read_markers(store, root, seen)
     first = not seen.claimed and _put_claim(store, marker.save_id)
     # The first attempt has the canonical tree. An attempt that began during a removal may have it too, without a claim,
-    # because the removal has deleted the claim.
-    tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
+    # because the removal has deleted the claim. In an archive, each attempt has the canonical tree to itself.
+    canonical = store.is_archive or (first and all(earlier.tree for earlier in older))
+    tree = "" if canonical else f"@{marker.save_id}"
     replaced_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, replaced_id=replaced_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]

@@ -20,6 +20,7 @@ from zarrckpt._commit.stored_documents import (
 )
 from zarrckpt._errors import StorageError
 from zarrckpt._format.documents import NODE
+from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root
 from zarrckpt._format.sealed import is_tree
 from zarrckpt._jobs import run_jobs
@@ -96,7 +97,9 @@ def read_markers(
     reads = (partial(read_marker, store, save_id) for save_id in seen.attempt_ids)
     markers = [marker for marker in run_jobs(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.save_id for marker in markers}:
-        markers.append(marker_of(root))
+        # In an archive, a root is never that of a copied folder, so the run in its metadata has saved it.
+        marker = marker_of(root)
+        markers.append(dataclasses.replace(marker, run_id=run_of(root.metadata)) if store.is_archive else marker)
     # A tree without a marker belongs to an attempt that was cleaned up: a repeated put arrived later.
     known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)} | ({RUN_GROUP} if beside_checkpoints else set())
     for marker in markers:

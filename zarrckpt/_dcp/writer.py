@@ -38,7 +38,9 @@ from zarrckpt._ranks.torch_private import sent_plans
 from zarrckpt._save.agree import SentAttempt, differing_parts, warn_of_differing
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import RankSave
+from zarrckpt._save.write import RankResults
 from zarrckpt._store import Url
+from zarrckpt._store._archive import ArchivePart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +204,10 @@ class ZarrStorageWriter(StorageWriter):
             if self._alone:
                 save.abandon()  # No other rank can still be writing.
             raise
-        future.set_result([WriteResult(MetadataIndex(fqn), result.nbytes, result) for fqn, result in results.items()])
+        written = [WriteResult(MetadataIndex(fqn), result.nbytes, result) for fqn, result in results.entries.items()]
+        if results.archive is not None:
+            written.append(WriteResult(MetadataIndex(""), 0, results.archive))
+        future.set_result(written)
         return future
 
     # -- the coordinator
@@ -215,13 +220,20 @@ class ZarrStorageWriter(StorageWriter):
         assert self._save is not None and self._layout is not None
         try:
             _refuse_lost(results)
-            written = [{result.index.fqn: result.storage_data for result in rank} for rank in results]
+            written = [_rank_results(rank) for rank in results]
             _check_metadata(metadata, self._layout, self._hollow)
             report = self._save.finish(self._layout, written)
             metadata.storage_data = self._save.commit(report)
         except BaseException:
             self._save.abandon()
             raise
+
+
+def _rank_results(results: Sequence[WriteResult]) -> RankResults:
+    """Return the results of a rank from those that DCP has carried."""
+    data = [(result.index.fqn, result.storage_data) for result in results]
+    parts = [part for _, part in data if isinstance(part, ArchivePart)]
+    return RankResults({fqn: part for fqn, part in data if not isinstance(part, ArchivePart)}, *parts)
 
 
 def _refuse_lost(results: Sequence[Sequence[WriteResult]]) -> None:

@@ -67,6 +67,10 @@ class RankPlan:
     bundles: Mapping[int, Bundle]
     """Pieces that move between ranks, by number in ascending order."""
 
+    def all_chunks(self) -> list[ChunkPlan]:
+        """Return the chunks that this rank writes, also those with pieces of other ranks."""
+        return [*self.chunks, *(chunk for bundle in self.bundles.values() for chunk in bundle.chunks)]
+
 
 def make_rank_plan(
     rank: int, nodes: Mapping[str, ArrayNode], chunk_owners: ChunkOwners, object_paths: Mapping[str, str]

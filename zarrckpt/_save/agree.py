@@ -60,6 +60,8 @@ class SentAttempt:
     """Whether the save stores digests of its chunks, so that later saves can reuse them."""
     base: SentBase | None = None
     """The checkpoint whose chunks the save may reuse."""
+    archive: Mapping[str, int] | None = None
+    """If the checkpoint is an archive, the byte offset of the first entry of each array, by path."""
 
     def __post_init__(self) -> None:
         if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):

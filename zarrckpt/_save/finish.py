@@ -36,7 +36,7 @@ from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.reuse import SentBase
-from zarrckpt._save.write import ArrayResult, ObjectResult, Results
+from zarrckpt._save.write import ArrayResult, EntryResults, ObjectResult, RankResults
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
 
@@ -45,7 +45,7 @@ def finish_save(
     store: Store,
     attempt: Attempt,
     layout: Layout,
-    results: Sequence[Results],
+    ranks: Sequence[RankResults],
     metadata: Mapping[str, Any],
     sent: SentAttempt,
 ) -> tuple[Root, SaveReport]:
@@ -53,6 +53,7 @@ def finish_save(
 
     The root document is returned, not written. Raises IncompleteSaveError with the fqn if an entry or chunk is missing.
     """
+    results = [rank.entries for rank in ranks]
     values, blobs, written = _collect(results)
     _check_entries(layout, {*written, *values})
     _check_paths(layout, {fqn: value.path for fqn, value in values.items()})
@@ -65,6 +66,10 @@ def finish_save(
     arrays = [array for parts in written.values() for _, array in parts]
     tables, puts = encode_tables(attempt.save_id, numbers)
     puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
+    if store.is_archive:
+        store.add_parts([rank.archive for rank in ranks if rank.archive is not None])
+        puts |= {join(path, NODE): [dumps(group_document())] for path in planned}
+        puts |= {join(node.path, NODE): [node.document_bytes()] for node in nodes.values()}
     at_once = 1 if store.is_local else store.max_concurrency
     run_jobs((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)
     store.sync(puts)
@@ -111,7 +116,7 @@ def _reused_chunks(base: SentBase | None, arrays: Sequence[ArrayResult]) -> Reus
 
 
 def _collect(
-    results: Sequence[Results],
+    results: Sequence[EntryResults],
 ) -> tuple[dict[str, ValueEntry], dict[str, BlobEntry], dict[str, list[tuple[int, ArrayResult]]]]:
     values: dict[str, ValueEntry] = {}
     blobs: dict[str, BlobEntry] = {}

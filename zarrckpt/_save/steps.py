@@ -13,10 +13,12 @@ from zarrckpt._commit.marker import new_id
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
 from zarrckpt._commit.stored_documents import read_root
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
+from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import in_thread
+from zarrckpt._plan.archive_places import ArchivePlan, plan_archive
 from zarrckpt._plan.plan import Layout, PlanOptions
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.calls import call_on_coordinator
@@ -29,8 +31,9 @@ from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.reuse import ReusableChunks, SentBase, StoredBase, find_base, read_base, with_grids
-from zarrckpt._save.write import RankWriter, Results
+from zarrckpt._save.write import RankResults, RankWriter
 from zarrckpt._state.local_state import LocalState
+from zarrckpt._store._archive import Places
 
 record(SaveReport)
 
@@ -89,6 +92,8 @@ class RankSave:
         """On the coordinator, from :meth:`begin` until the commit or the failure."""
         self._base: StoredBase | None = None
         self._sent: SentAttempt | None = None
+        self._layout: Layout | None = None
+        """On the coordinator, the plan of the checkpoint."""
         self._root: Root | None = None
 
     # -- all ranks
@@ -100,7 +105,7 @@ class RankSave:
         source: Source,
         channel: Channel | None,
         report_alive: Callable[[], None],
-    ) -> Results:
+    ) -> RankResults:
         """Write this rank's chunks, values and documents in parallel, and sync them. One put per object.
 
         Raises CheckpointError before the first put if a tensor does not match the plan. Raises StorageError if the
@@ -112,17 +117,34 @@ class RankSave:
         self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
+        if self._store.is_archive:
+            self._refuse_separate_storage(attempt, report_alive)
+            self._store.begin_part(attempt.save_id, self._places(attempt, plan))
         with attempts.report_lost_commit(self._store, attempt):
             results = self._writer.write(channel)
-        is_coordinator = self._attempt is not None
-        if not is_coordinator:
+        if not self._store.is_archive:
             try:
-                refuse_separate_storage(self._store, attempt.save_id, attempt.host, report_alive, lambda: self._stopped)
+                self._refuse_separate_storage(attempt, report_alive)
             except StorageError:
                 self._writer.remove()
                 self._store.remove_folder()
                 raise
         return results
+
+    def _refuse_separate_storage(self, attempt: SentAttempt, report_alive: Callable[[], None]) -> None:
+        if self._attempt is None:
+            refuse_separate_storage(self._store, attempt.save_id, attempt.host, report_alive, lambda: self._stopped)
+
+    def _places(self, attempt: SentAttempt, plan: RankPlan) -> Places:
+        """Return the places of this rank's chunks in the archive; on the coordinator, of all chunks."""
+        archive = ArchivePlan(attempt.archive or {})
+        if self._layout is not None:
+            nodes = self._layout.tensors.values()
+            return dict(found for node in nodes for found in archive.places(node, node.grid.chunks_of(node.grid.whole)))
+        own: dict[str, list[Ints]] = {}
+        for chunk in plan.all_chunks():
+            own.setdefault(chunk.fqn, []).append(chunk.chunk_index)
+        return dict(found for fqn, chunks in own.items() for found in archive.places(plan.arrays[fqn], chunks))
 
     def stop(self) -> None:
         """Make :meth:`write` end soon, with an error. Called in a different thread."""
@@ -146,11 +168,14 @@ class RankSave:
         if self.request.run is not None:
             self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
+        self._layout = layout
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
         with in_thread(partial(self._read_base, layout), at_once=self._store.is_local) as base:
             attempt = self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
             digested = self.request.digested
-            self._sent = SentAttempt(attempt.save_id, attempt.tree, attempt.replaced_id, host_name(), digested, base())
+            archive = plan_archive(layout.tensors.values()).starts if self._store.is_archive else None
+            ids = (attempt.save_id, attempt.tree, attempt.replaced_id)
+            self._sent = SentAttempt(*ids, host_name(), digested, base(), archive)
         return self._sent
 
     def _read_base(self, layout: Layout) -> SentBase | None:
@@ -158,7 +183,7 @@ class RankSave:
         base = find_base(self.request) if self._base is None and self.request.run is not None else self._base
         return read_base(base, self.request.options.reuse_full_every, layout)
 
-    def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
+    def finish(self, layout: Layout, results: Sequence[RankResults]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
 
         Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.

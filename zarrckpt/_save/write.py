@@ -34,6 +34,7 @@ from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.reuse import ReusableChunks, StoredChunk
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
+from zarrckpt._store._archive import ArchivePart
 from zarrckpt._store._base import Reuse
 
 _SINGLE_THREAD_BYTES = 64 << 10
@@ -114,8 +115,19 @@ class _Written:
         )
 
 
-Results = Mapping[str, ObjectResult | ArrayResult]
+EntryResults = Mapping[str, ObjectResult | ArrayResult]
 """The results of one rank, by fqn."""
+
+record(ArchivePart)
+
+
+@record
+@dataclass(frozen=True)
+class RankResults:
+    """The entries that one rank has written, and its entries of the archive, if the checkpoint is one."""
+
+    entries: EntryResults
+    archive: ArchivePart | None = None
 
 
 class PieceElements:
@@ -201,6 +213,8 @@ class RankWriter:
         self._digested = attempt.digested
         self._reuse = reuse
         self._plan = plan
+        # In an archive, the coordinator writes all documents.
+        self._documents = {} if store.is_archive else plan.documents
         self._source = source
         self._items = Items(plan, source)
         self._budget: BytesBudget
@@ -219,15 +233,16 @@ class RankWriter:
         self.removal_failed = False
         """Whether the objects could not be deleted after a failure."""
 
-    def write(self, channel: Channel | None) -> Results:
+    def write(self, channel: Channel | None) -> RankResults:
         """Write all objects of this rank, sync them, and return the result of each entry.
 
         ``channel`` moves pieces between ranks. It is None if no piece moves. Raises LostPeerError. After any error the
         written objects are deleted. This is safe, because the commit needs the results of all ranks.
         """
         try:
-            return self._write(channel)
+            return RankResults(self._write(channel), self._store.end_part())
         except BaseException:
+            self._store.close_part()
             self.remove()
             raise
 
@@ -246,15 +261,14 @@ class RankWriter:
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
         self._budget = transfer_memory(self._limit, self._items.prepare())
-        bundles = self._plan.bundles.values()
-        chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
+        chunks = self._plan.all_chunks()
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Write values first, so that a value that cannot be saved raises before tensors are written.
         paths = self._plan.object_paths
         objects = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         if channel is None:
-            small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._plan.documents) <= 2
+            small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._documents) <= 2
             run_jobs(self._jobs(), 1 if small and self._store.is_local else self._store.useful_concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
@@ -283,7 +297,7 @@ class RankWriter:
         threads = self._store.useful_concurrency()
         # The first chunks are encoded while documents are put.
         yield from itertools.islice(own, threads // 2)
-        for path, document in self._plan.documents.items():
+        for path, document in self._documents.items():
             yield partial(self._put_document, path, document)
         yield from itertools.islice(own, threads)
         if self._exchange is not None:
@@ -361,7 +375,8 @@ class RankWriter:
         for chunk_index in node.grid.chunks_of(node.grid.whole):
             elements = ArrayElements(payload[node.grid.chunk_box(chunk_index).slices()])
             written.add(node, chunk_index, self._put_elements(node, chunk_index, elements))
-        self._put_document(path, node.document_bytes())
+        if not self._store.is_archive:
+            self._put_document(path, node.document_bytes())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 
 

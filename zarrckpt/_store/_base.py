@@ -20,6 +20,7 @@ from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
+from zarrckpt._store._archive import ArchivePart, Places
 
 T = TypeVar("T")
 
@@ -118,6 +119,9 @@ class Store(abc.ABC):
 
     If so, :meth:`put_parts` and :meth:`reader` move bytes directly from and to the caller's memory.
     """
+
+    is_archive = False
+    """Whether the url is that of an archive, one file. Then each attempt has an archive of its own until its commit."""
 
     lists_all: bool = True
     """Whether :meth:`list` finds every object with its size. If not, call :meth:`size` for each object."""
@@ -263,6 +267,26 @@ class Store(abc.ABC):
         with self.encoders:
             buffers = [buffer for group in groups() for buffer in group]
         self.put(key, buffers)
+
+    def begin_part(self, save_id: str, places: Places) -> None:  # noqa: B027 - only archives need it
+        """Open the unfinished archive of an attempt, into which all ranks put entries. Called on each rank.
+
+        ``places`` has the planned place of each entry of known size that this rank puts; on the coordinator, of all
+        ranks. The marker of the attempt must have been put.
+        """
+
+    def end_part(self) -> ArchivePart | None:
+        """Sync and close the archive on this rank, and return the entries that the rank has put."""
+        return None
+
+    def close_part(self) -> None:  # noqa: B027 - only archives need it
+        """Close the archive on this rank, after a success or a failure."""
+
+    def add_parts(self, parts: Sequence[ArchivePart]) -> None:  # noqa: B027 - only archives need it
+        """Add the entries of all ranks to the archive of the attempt. Called on the coordinator.
+
+        Raises IncompleteSaveError if a planned entry was not put exactly once.
+        """
 
     def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
         """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, if no byte is sent.

@@ -63,7 +63,7 @@ _NEXT_STEP = {
 }
 
 
-def _disk_threads() -> ThreadPoolExecutor:
+def disk_threads() -> ThreadPoolExecutor:
     """Return this process's pool of threads that wait for disks."""
     return thread_pool("zarrckpt-sync", _DISK_THREADS)
 
@@ -82,7 +82,7 @@ class LocalStore(Store):
     def __init__(self, root: str, durable: bool = True) -> None:
         self.url = one_line(root)
         self._root = root
-        self._durable = durable
+        self.durable = durable
         self._folders = Folders(root)
         self._mount_is_known = False
         self._lock = ForkSafeLock()
@@ -93,10 +93,14 @@ class LocalStore(Store):
         return min(self.max_concurrency, BESIDE_TRAINING) if self.beside_training else self.max_concurrency
 
     def get(self, key: str) -> bytes:
-        return self._read(key, self._path(key))
+        return self._read(key, self.path_of(key))
 
     def get_bounded(self, key: str, max_bytes: int) -> bytes:
-        return self._read(key, self._path(key), max_bytes)
+        return self._read(key, self.path_of(key), max_bytes)
+
+    def size(self, key: str) -> int:
+        path = self.path_of(key)
+        return self.call(f"reading {path!r}", lambda: os.stat(path).st_size, key)
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
@@ -113,7 +117,7 @@ class LocalStore(Store):
     @contextmanager
     def reader(self, key: str) -> Iterator[Reader]:
         """Return a context manager for reads through one open file, several buffers per call (``preadv``)."""
-        path = self._path(key)
+        path = self.path_of(key)
         file = self.call(f"reading {path!r}", lambda: open_regular(path), key)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
@@ -140,7 +144,7 @@ class LocalStore(Store):
     def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
         if not isinstance(source, LocalStore):
             return None
-        found = source._path(source_key)
+        found = source.path_of(source_key)
         reused = False
 
         def work(path: str) -> None:
@@ -160,9 +164,9 @@ class LocalStore(Store):
 
     def _begin_sync(self, key: str) -> None:
         """Begin to sync a new file while others are still being written, so that the disk works in the meantime."""
-        if self._durable:
+        if self.durable:
             with self._lock:
-                self._syncs[key] = _disk_threads().submit(self._call_on, "syncing", self._path(key), files.sync_path)
+                self._syncs[key] = disk_threads().submit(self._call_on, "syncing", self.path_of(key), files.sync_path)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
@@ -180,24 +184,24 @@ class LocalStore(Store):
 
     def _put_conditionally(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         if not self._mount_is_known:
-            files.refuse_mount(self._path(key))
+            files.refuse_mount(self.path_of(key))
             self._mount_is_known = True
         self._write(verb, key, work)
-        self._sync_folders([key])
+        self.sync_folders([key])
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = [*keys]
         with self._lock:
             for key in keys:
                 self._syncs.pop(key, None)
-        paths = [self._path(key) for key in keys]
+        paths = [self.path_of(key) for key in keys]
         folders = {folder for path in paths for folder in self._folders.above(path)} - {self._root}
         refuse_links("deleting", folders)
         self._call_on_each("deleting", paths, _remove)
         self._remove_folders(folders)
 
     def sweep(self, folders: Iterable[str]) -> None:
-        paths = {self._path(folder) if folder else self._root for folder in folders}
+        paths = {self.path_of(folder) if folder else self._root for folder in folders}
         # The target of a link below the root does not belong to this store.
         paths = {
             path for path in paths if not any(map(os.path.islink, {path, *self._folders.above(path)} - {self._root}))
@@ -238,7 +242,7 @@ class LocalStore(Store):
         return objects, sorted(name for name, is_folder, _ in entries if is_folder)
 
     def refresh(self, folder: str) -> None:
-        path = self._path(folder)
+        path = self.path_of(folder)
         # An NFS client asks its server when a folder is opened. The outermost is first, since the root may be new too.
         for opened in (os.path.dirname(self._root), *reversed([*self._folders.above(path)]), path):
             with suppress(OSError), os.scandir(opened):
@@ -253,12 +257,12 @@ class LocalStore(Store):
 
     def holds(self, folder: str) -> bool:
         try:
-            return os.path.islink(self._path(folder)) or super().holds(folder)
+            return os.path.islink(self.path_of(folder)) or super().holds(folder)
         except StorageError:
             return True  # the folder exists but cannot be read
 
     def refuse_broken_link(self, folder: str) -> None:
-        path = self._path(folder)
+        path = self.path_of(folder)
         if os.path.islink(path) and not os.path.exists(path):
             raise StorageError(
                 f"reading {path!r} failed: it is a link whose target does not exist. Mount or restore the target, or "
@@ -266,19 +270,19 @@ class LocalStore(Store):
             )
 
     def sync(self, keys: Iterable[str]) -> None:
-        if not self._durable:
+        if not self.durable:
             return
         keys = [*keys]
         with self._lock:
             begun = {key: self._syncs.pop(key) for key in keys if key in self._syncs}
-        self._call_on_each("syncing", [self._path(key) for key in keys if key not in begun], files.sync_path)
+        self._call_on_each("syncing", [self.path_of(key) for key in keys if key not in begun], files.sync_path)
         for sync in begun.values():
             sync.result()
-        self._sync_folders(keys)
+        self.sync_folders(keys)
 
     # -- paths and folders
 
-    def _path(self, key: str) -> str:
+    def path_of(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))
 
     def _remove_folders(self, folders: Iterable[str]) -> None:
@@ -288,14 +292,14 @@ class LocalStore(Store):
             self._folders.forget(folder)
             self._call_on("deleting", folder, _remove_folder)
 
-    def _sync_folders(self, keys: Iterable[str]) -> None:
+    def sync_folders(self, keys: Iterable[str]) -> None:
         """Sync all changed folders of the keys, up to the root, and changed folders above the root."""
-        changes = self._folders.unsynced(map(self._path, keys))
+        changes = self._folders.unsynced(map(self.path_of, keys))
         self._call_on_each("syncing", [*changes], files.sync_path)
         self._folders.note_synced(changes)
 
     def _scan(self, prefix: str) -> Entries:
-        return self._call_on("listing", self._path(prefix) if prefix else self._root, _entries)
+        return self._call_on("listing", self.path_of(prefix) if prefix else self._root, _entries)
 
     # -- operations with translated errors
 
@@ -306,7 +310,7 @@ class LocalStore(Store):
         return self.call(f"reading {path!r}", lambda: read_regular(path, max_bytes), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
-        path = self._path(key)
+        path = self.path_of(key)
         folder = os.path.dirname(path)
 
         def attempt(path: str) -> bool:
@@ -335,7 +339,7 @@ class LocalStore(Store):
         """Make the same call on many paths, several at a time. Consecutive fsyncs are many times slower."""
         if not paths:
             return
-        begun = [_disk_threads().submit(self._call_on, verb, path, work) for path in paths[1:]]
+        begun = [disk_threads().submit(self._call_on, verb, path, work) for path in paths[1:]]
         try:
             self._call_on(verb, paths[0], work)
         finally:

@@ -39,6 +39,9 @@ _BUCKET_MOUNTS = ("mountpoint-s3", "blobfuse", "blobfuse2", "goofys", "s3fs", "g
 
 _OWN_NAME = re.compile(r"\.zarrckpt-[0-9a-f]{16}(-[0-9a-f]{32})?\.(part|lock)")
 _SILLY_NAME = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]{8,}")
+_COPY_BYTES = 1 << 30
+"""Maximum number of bytes that one system call copies between files."""
+_BLOCK_BYTES = 1 << 20
 IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 
 
@@ -77,11 +80,11 @@ def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed if the write fails."""
     temp = helper_name(path, "part", unique=unique)
     try:
-        file = _open_new(temp)
+        file = open_new(temp)
     except FileExistsError:
         # A crash left it behind, or another thread writes the same key. Use a unique name.
         temp = helper_name(path, "part", unique=True)
-        file = _open_new(temp)
+        file = open_new(temp)
     _fill_new(file, temp, groups, sync)
     return temp
 
@@ -93,10 +96,10 @@ def write_new(path: str, groups: Views) -> None:
     new file is removed if the write fails.
     """
     try:
-        file = _open_new(path)
+        file = open_new(path)
     except FileExistsError:
         os.unlink(path)
-        file = _open_new(path)
+        file = open_new(path)
     _fill_new(file, path, groups, sync=False)
 
 
@@ -130,7 +133,7 @@ def link_new(source: str, path: str, nbytes: int) -> bool:
 def _clone(source: str, path: str) -> bool:
     """Make a file that shares the blocks of another one (Btrfs, XFS). Return False on other filesystems."""
     try:
-        with closed_after(open_regular(source)) as read, closed_after(_open_new(path)) as file:
+        with closed_after(open_regular(source)) as read, closed_after(open_new(path)) as file:
             fcntl.ioctl(file, _FICLONE, read)
     except (OSError, CorruptCheckpointError):
         _unlink(path)
@@ -138,7 +141,8 @@ def _clone(source: str, path: str) -> bool:
     return True
 
 
-def _open_new(path: str) -> int:
+def open_new(path: str) -> int:
+    """Create a file for writing and return its descriptor. Raises FileExistsError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
@@ -259,7 +263,7 @@ def _create_exclusively(path: str, data: bytes) -> bool:
     # Without hard links, a crash during the write can leave a part under the final name. Readers then report a damaged
     # document. Such filesystems have no atomic call for this.
     try:
-        file = _open_new(path)
+        file = open_new(path)
     except FileExistsError:
         return False
     _fill_new(file, path, [[memoryview(data)]], sync=True)
@@ -328,6 +332,31 @@ def _write_all(file: int, views: list[memoryview]) -> None:
     views.reverse()
     while views:
         drop(views, os.writev(file, views[: -IOV_MAX - 1 : -1]))
+
+
+def pwrite_all(file: int, views: Sequence[memoryview], byte_offset: int) -> None:
+    """Write all views at an offset of an open file."""
+    left = [*reversed(views)]
+    while left:
+        done = os.pwritev(file, left[: -IOV_MAX - 1 : -1], byte_offset)
+        byte_offset += done
+        drop(left, done)
+
+
+def copy_range(source: int, target: int, nbytes: int, source_offset: int, target_offset: int) -> None:
+    """Copy bytes between open files, within the kernel if the filesystem can. Raises CorruptCheckpointError if fewer exist."""
+    while nbytes:
+        try:
+            done = os.copy_file_range(source, target, min(nbytes, _COPY_BYTES), source_offset, target_offset)
+        except OSError as error:
+            if error.errno not in (*_NO_LINKS, errno.EXDEV):
+                raise
+            data = os.pread(source, min(nbytes, _BLOCK_BYTES), source_offset)
+            pwrite_all(target, [memoryview(data)], target_offset)
+            done = len(data)
+        if not done:
+            raise CorruptCheckpointError("a file that is being copied was cut")
+        nbytes, source_offset, target_offset = nbytes - done, source_offset + done, target_offset + done
 
 
 def drop(views: list[memoryview], done: int) -> None:

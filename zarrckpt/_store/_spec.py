@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zarrckpt._errors import StorageError, one_line
+from zarrckpt._store._archive import SUFFIX
 from zarrckpt._store._base import Store
 from zarrckpt._store._ready_stores import ReadyStore, describe_store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url, scrub
@@ -170,6 +171,11 @@ class StoreSpec:
                 f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
                 "processes can reach"
             )
+        above, _, name = self._address.rpartition("/")
+        if name.endswith(SUFFIX) and name != SUFFIX and not isinstance(self._store, Store):
+            from zarrckpt._store._zip import ZipStore
+
+            return ZipStore(self._moved(above).open(), name)
         if isinstance(self._store, Store):
             if self._address:
                 kind = type(self._store).__name__
