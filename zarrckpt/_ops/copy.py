@@ -18,7 +18,7 @@ from zarrckpt._commit import attempts
 from zarrckpt._commit.chunks import encode_tables
 from zarrckpt._commit.marker import marker_of, new_id
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
-from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.chunk_layout import RawArray, chunk_object_bytes
 from zarrckpt._format.compression import CompressionOption
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
@@ -28,6 +28,7 @@ from zarrckpt._format.sealed import now
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import KEEP, ChunksOption, changed, parse_changes
 from zarrckpt._ops.rechunk import EncodedChunk, choose_writers, rewrite_chunk
+from zarrckpt._plan.archive_places import place_in_order
 from zarrckpt._read.casts import DTypeOption, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.selection import catalog_of, open_selection
@@ -108,6 +109,7 @@ def copy(
             running.run()
             root = running.finish()
     except BaseException as err:
+        target.close_part()
         attempts.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
         raise
     attempts.commit(target, attempt, root)
@@ -170,6 +172,8 @@ class _Copy:
 
     def run(self) -> None:
         """Put all chunks and documents."""
+        with self._source.explaining_damage():
+            self._target.begin_part(self._root.save_id, place_in_order(self._known_sizes()))
         chunks = [(node, chunk) for node in self._root.arrays() for chunk in node.grid.chunks_of(node.grid.whole)]
         with self._source.explaining_damage():
             self._tally = ByteCounter(sum(self._expected(*item) for item in chunks), self._progress)
@@ -177,8 +181,19 @@ class _Copy:
             run_jobs(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
         self._target.sync(self._keys)
 
+    def _known_sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the keys and sizes of the chunk objects whose sizes are known before they are written."""
+        for node in sorted(self._root.arrays() if self._target.is_archive else [], key=lambda node: node.path):
+            for chunk in node.grid.chunks_of(node.grid.whole):
+                if node.path not in self._encoded:
+                    yield node.chunk_key(chunk), self._source.chunk_table(node, chunk).object_size
+                elif node.compression is None:
+                    yield node.chunk_key(chunk), chunk_object_bytes(node)
+
     def finish(self) -> Root:
         """Put the tables and return the root to commit."""
+        if (part := self._target.end_part()) is not None:
+            self._target.add_parts([part])
         tables, puts = encode_tables(self._root.save_id, self._numbers())
         run_jobs(
             (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency

@@ -146,6 +146,7 @@ class _Verification:
         else:
             run_jobs((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
             self.nbytes = self._tally.done
+            self.damages += [Damage(key or self._store.url, "", fault) for key, fault in self._store.record_faults()]
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
         return self
@@ -224,8 +225,9 @@ class _Verification:
     def _documents(self) -> Iterator[_Expected]:
         root = self._catalog.root
         yield _Expected(NODE, "", None, self._check_root)
-        yield _Expected(CLAIM_KEY, "", None, self._check_claim)
-        yield _Expected(marker_key(root.save_id), "", None, self._check_marker)
+        if not self._store.is_archive:
+            yield _Expected(CLAIM_KEY, "", None, self._check_claim)
+            yield _Expected(marker_key(root.save_id), "", None, self._check_marker)
         for path in root.groups():
             yield self._exactly(join(path, NODE), "", dumps(group_document()))
         for fqn, node in self._arrays():

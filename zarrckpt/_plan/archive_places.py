@@ -13,7 +13,7 @@ from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._store._archive import Place
-from zarrckpt._store._zip_format import ALIGNMENT, header_bytes
+from zarrckpt._store._zip_format import ALIGNMENT, data_offset, header_bytes
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,13 @@ def _header_offsets(node: ArrayNode, start: int) -> np.ndarray[Any, Any]:
     aligned = -(-steps // ALIGNMENT) * ALIGNMENT
     data = np.cumsum(aligned)
     return np.concatenate([[start], data + size])
+
+
+def place_in_order(sizes: Iterable[tuple[str, int]]) -> dict[str, Place]:
+    """Return the places of entries one after the other, from their keys and sizes in bytes."""
+    places: dict[str, Place] = {}
+    end = 0
+    for key, size in sizes:
+        places[key] = Place(end, size)
+        end = data_offset(key, size, end) + size
+    return places

@@ -63,6 +63,8 @@ class SaveRequest:
     def digested(self) -> bool:
         """Whether the save stores digests of its chunks, so that later saves can reuse them."""
         reuse = self.options.reuse
+        if self.spec.is_archive:
+            return False
         return reuse == "on" or (reuse == "auto" and (self.run is not None or self.base is not None))
 
     def base_to_read(self) -> tuple[StoreSpec, str] | None:

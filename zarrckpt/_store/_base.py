@@ -288,6 +288,13 @@ class Store(abc.ABC):
         Raises IncompleteSaveError if a planned entry was not put exactly once.
         """
 
+    def record_faults(self) -> Iterable[tuple[str, str]]:
+        """Return the key of each object whose records in the archive are damaged, and the fault. "" for the archive.
+
+        One small read for each object.
+        """
+        return ()
+
     def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
         """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, if no byte is sent.
 

@@ -344,7 +344,10 @@ def pwrite_all(file: int, views: Sequence[memoryview], byte_offset: int) -> None
 
 
 def copy_range(source: int, target: int, nbytes: int, source_offset: int, target_offset: int) -> None:
-    """Copy bytes between open files, within the kernel if the filesystem can. Raises CorruptCheckpointError if fewer exist."""
+    """Copy bytes between open files, within the kernel if the filesystem can.
+
+    Raises CorruptCheckpointError if the source has fewer.
+    """
     while nbytes:
         try:
             done = os.copy_file_range(source, target, min(nbytes, _COPY_BYTES), source_offset, target_offset)

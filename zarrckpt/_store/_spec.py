@@ -94,6 +94,12 @@ class StoreSpec:
             return one_line(f"{type(self._store).__name__}/{self._address}".rstrip("/"))
         return redact_url(self._address.removeprefix(MARKER))
 
+    @property
+    def is_archive(self) -> bool:
+        """Whether the url is that of an archive, one file: it ends with ".zarr.zip"."""
+        name = self._address.rpartition("/")[2]
+        return name.endswith(SUFFIX) and name != SUFFIX and not isinstance(self._store, Store)
+
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
         """Return a recipe with the same options and another url (or another path in the ready store)."""
         return self._moved(self._resolve(url))
@@ -171,11 +177,13 @@ class StoreSpec:
                 f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
                 "processes can reach"
             )
-        above, _, name = self._address.rpartition("/")
-        if name.endswith(SUFFIX) and name != SUFFIX and not isinstance(self._store, Store):
+        if self.is_archive:
             from zarrckpt._store._zip import ZipStore
 
-            return ZipStore(self._moved(above).open(), name)
+            above, _, name = self._address.rpartition("/")
+            # The root of a filesystem, or of a url without a host.
+            above += "/" if not above or above.endswith("/") else ""
+            return ZipStore(self._moved(above if self._store is None else above.strip("/")).open(), name)
         if isinstance(self._store, Store):
             if self._address:
                 kind = type(self._store).__name__

@@ -58,7 +58,7 @@ class _Index:
 
 
 class ZipStore(Store):
-    """The objects of a checkpoint in the archive ``name`` of a parent store. Most methods are those of :class:`Store`."""
+    """The objects of a checkpoint in the archive ``name`` of a parent store. Methods are those of :class:`Store`."""
 
     is_archive = True
 
@@ -78,7 +78,7 @@ class ZipStore(Store):
         """The id of the attempt whose archive this process creates."""
 
     @property
-    def max_concurrency(self) -> int:  # type: ignore[override]
+    def max_concurrency(self) -> int:
         return self._parent.max_concurrency
 
     @max_concurrency.setter
@@ -95,7 +95,7 @@ class ZipStore(Store):
     # -- reads
 
     def _read_index(self) -> _Index:
-        """Read the directory of the archive. Two or three requests. Raises ObjectNotFoundError if there is no archive."""
+        """Read the directory of the archive. Two or three requests. Raises ObjectNotFoundError without an archive."""
         self._index = index = _Index(self._parent, self._name, self.url)
         return index
 
@@ -215,24 +215,23 @@ class ZipStore(Store):
     def refresh(self, folder: str) -> None:
         self._parent.refresh(self._beside(folder))
 
-    def check_records(self) -> None:
-        """Raise CorruptCheckpointError unless the archive has exactly the records that this package writes.
+    def record_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield the key of each entry whose records differ from those that this package writes, and the fault.
 
-        Reads the header of each entry.
+        Reads the local header of each entry. Faults of the central directory have the key "".
         """
-        index = self._read_index()
+        index = self._index or self._read_index()
         stored = self._parent.read(self._name, index.directory.offset, index.directory.size)
         expected = records.encode_directory(index.entries, index.directory.offset)
         if bytes(stored) != expected[: index.directory.size]:
-            raise records.damage(self.url, "its central directory differs from what zarrckpt writes for its entries")
+            yield "", "the central directory differs from what zarrckpt writes for its entries"
         with self._parent.reader(self._name) as read:
             for key, entry in index.entries.items():
                 header = bytearray(entry.data_offset - entry.header_offset)
                 read(entry.header_offset, [memoryview(header)])
-                if entry.data_offset != records.place(key, entry.size, entry.header_offset) or header != (
-                    records.encode_header(key, entry)
-                ):
-                    raise records.damage(self.url, f"the local header of {key!r} differs from the central directory")
+                placed = entry.data_offset == records.data_offset(key, entry.size, entry.header_offset)
+                if not placed or header != records.encode_header(key, entry):
+                    yield key, "its local header differs from the central directory"
 
     # -- writes
 
@@ -285,7 +284,7 @@ class ZipStore(Store):
 
         def is_expected() -> bool:
             try:
-                return self.get_versioned(ROOT).version == version
+                return bool(self.get_versioned(ROOT).version == version)
             except ObjectNotFoundError:
                 return False
 

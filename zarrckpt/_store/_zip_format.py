@@ -59,7 +59,7 @@ class Directory(NamedTuple):
 
     offset: int
     size: int
-    count: int
+    entries: int
 
 
 def add_crc32(buffers: Iterable[Buffer], before: int = 0) -> int:
@@ -74,7 +74,7 @@ def header_bytes(name_bytes: int, size: int) -> int:
     return _LOCAL.size + name_bytes + 2 + _FIELD.size + (20 if size > _LIMIT_OF_32_BITS else 0)
 
 
-def place(name: str, size: int, header_offset: int) -> int:
+def data_offset(name: str, size: int, header_offset: int) -> int:
     """Return the offset of the data of an entry whose header is at an offset."""
     return align(header_offset + header_bytes(len(name.encode()), size))
 
@@ -144,7 +144,7 @@ def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
     if offset + size + end != file_bytes:
         raise damage(
             url,
-            f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}: bytes were added or lost",
+            f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}",
         )
     if size > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > size:
         raise damage(url, f"its central directory cannot have {count:,} entries in {size:,} bytes")
@@ -160,12 +160,12 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
     records: list[tuple[int, str, int, int, int]] = []
     names: set[str] = set()
     position = 0
-    for _ in range(directory.count):
+    for _ in range(directory.entries):
         if position + _CENTRAL.size > len(data):
             raise damage(url, "its central directory ends within an entry")
         fields = _CENTRAL.unpack_from(data, position)
-        signature, _, _, flags, method, _, _, crc, stored_size, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
-        disk, header_offset = fields[13], fields[16]
+        signature, _, _, flags, method, _, _, crc, stored_size, size = fields[:10]
+        name_bytes, extra_bytes, comment_bytes, disk, _, _, header_offset = fields[10:]
         begin = position + _CENTRAL.size
         position = begin + name_bytes + extra_bytes + comment_bytes
         if signature != b"PK\1\2" or position > len(data):
@@ -224,5 +224,3 @@ def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str
 
 def damage(url: str, fault: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"the archive {url} is damaged: {fault}. Load an earlier checkpoint")
-
-

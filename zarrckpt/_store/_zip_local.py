@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class LocalPart:
 
     def _write_placed(self, key: str, groups: Iterator[list[memoryview]]) -> None:
         header_offset, size = self._places[key]
-        data_offset = records.place(key, size, header_offset)
+        data_offset = records.data_offset(key, size, header_offset)
         first = next(groups, [])
         crc, done = records.add_crc32(first), sum(map(len, first))
         if done == size:
@@ -144,10 +144,10 @@ class LocalArchive:
         if crcs.keys() != places.keys() or len(crcs) != sum(len(part.keys) for part in parts):
             odd = sorted(crcs.keys() ^ places.keys())[:5]
             raise IncompleteSaveError(
-                f"the ranks wrote {len(crcs):,} of {len(places):,} planned entries of {self._path!r} ({odd}). Save again"
+                f"ranks wrote {len(crcs):,} of {len(places):,} planned entries of {self._path!r} ({odd}). Save again"
             )
         for key, (header_offset, size) in sorted(places.items(), key=lambda item: item[1]):
-            data_offset = records.place(key, size, header_offset)
+            data_offset = records.data_offset(key, size, header_offset)
             self._entries[key] = ZipEntry(crcs[key], size, header_offset, data_offset)
             self._end = data_offset + size
         self._parent.call(f"writing {self._path!r}", lambda: self._copy_scratch(parts))
@@ -176,7 +176,7 @@ class LocalArchive:
 
     def _append(self, key: str, size: int, crc: int) -> tuple[bytes, ZipEntry]:
         """Add an entry at the end of the archive. Return its header."""
-        entry = ZipEntry(crc, size, self._end, records.place(key, size, self._end))
+        entry = ZipEntry(crc, size, self._end, records.data_offset(key, size, self._end))
         self._entries[key], self._end = entry, entry.data_offset + size
         return records.encode_header(key, entry), entry
 
