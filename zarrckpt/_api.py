@@ -50,7 +50,7 @@ def save(
             Python values. A state without entries is saved with a UserWarning.
         url: the url of the new checkpoint: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec
             url. A zarr or obstore store is accepted too, or ``zarr.storage.StorePath(store, "run/step-7")`` for a path
-            in it.
+            in it. If it ends with ``.zarr.zip``, the checkpoint is one ZIP archive (``docs/how-to/one-file.md``).
         overwrite: replace a committed checkpoint at this url. The old checkpoint stays readable until the commit. If
             False (default), a committed checkpoint raises CheckpointExistsError.
         metadata: a dict of JSON types to store with the checkpoint, such as ``{"step": 7, "val_loss": 2.1}``, at most
