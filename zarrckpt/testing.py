@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
+from zarrckpt._store._archive import ArchivePart, Places
 from zarrckpt._store._base import Listing, Reuse
 
 __all__ = [
@@ -115,7 +116,7 @@ class FaultyStore(Store):
     """A store whose operations fail as a rule chooses. It can be used by many threads of one process.
 
     A put counts as one operation, even if it needs several requests. The same holds for a deletion of many keys, a
-    sync and a listing. It has 29 methods because it wraps each operation of a store.
+    sync and a listing. It has 35 methods because it wraps each operation of a store.
 
     Args:
         url: the local path, url or store to wrap.
@@ -135,6 +136,7 @@ class FaultyStore(Store):
         self._inner = open_store(url, storage_options=storage_options, durable=durable)
         self.url = self._inner.url
         self.is_local = self._inner.is_local
+        self.is_archive = self._inner.is_archive
         self.lists_all = self._inner.lists_all
         self.max_concurrency = self._inner.max_concurrency
         self.calls: list[Call] = []
@@ -195,6 +197,24 @@ class FaultyStore(Store):
 
     def remove_folder(self) -> None:
         self._call("sweep", "", self._inner.remove_folder)
+
+    def begin_archive(self, save_id: str, planned_bytes: int) -> None:
+        self._call("archive", save_id, lambda: self._inner.begin_archive(save_id, planned_bytes))
+
+    def begin_part(self, save_id: str, places: Places) -> None:
+        self._call("archive", save_id, lambda: self._inner.begin_part(save_id, places))
+
+    def end_part(self) -> ArchivePart | None:
+        return self._call("archive", "", self._inner.end_part)
+
+    def close_part(self) -> None:
+        self._inner.close_part()
+
+    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
+        self._call("archive", "", lambda: self._inner.add_parts(parts, keys))
+
+    def record_faults(self) -> Iterable[tuple[str, str]]:
+        return self._inner.record_faults()
 
     def size(self, key: str) -> int:
         return self._call("read", key, lambda: self._inner.size(key))

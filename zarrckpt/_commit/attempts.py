@@ -88,10 +88,10 @@ def _refuse_root(store: Store, root: Root | None) -> None:
         )
 
 
-def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
+def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int = 0) -> Attempt:
     """Begin an attempt: choose its tree and put its marker. The coordinator calls it before any chunk is written.
 
-    ``marker`` lists the nodes that the attempt will write. Costs 9 requests, one more for each earlier attempt, and
+    ``marker`` lists the nodes that the attempt will write, ``planned_bytes`` is :meth:`Store.begin_archive`'s. Costs 9 requests, one more for each earlier attempt, and
     three more to overwrite, in 3 to 7 round trips. Raises CheckpointExistsError if a checkpoint is committed and
     ``overwrite`` is false, CheckpointPinnedError if it is pinned, ForeignObjectsError if the url is inside a checkpoint
     or has objects below it that this package did not write, CheckpointRemovedError if a removal has not ended.
@@ -118,6 +118,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     keys = [marker_key(own.save_id)]
     try:
         store.put(keys[0], [own.to_bytes()])
+        store.begin_archive(own.save_id, planned_bytes)
         if tree:
             keys.append(f"{tree}/{NODE}")
             store.put(keys[-1], [dumps(group_document())])
@@ -224,11 +225,12 @@ def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
 
     The marker stays, now with ``failed``, because requests without an answer may still arrive and disconnected ranks
     may still write. ``lost`` is true if all ranks of the attempt have ended and another save has committed. Then the
-    marker is deleted too if the attempt has its own tree. In the canonical tree, only markers show which attempt has
-    written an object.
+    marker is deleted too if the attempt has its own tree or archive. In the canonical tree, only markers show which
+    attempt has written an object.
     """
+    own = attempt.tree or store.is_archive
     try:
-        delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and attempt.tree else [])
+        delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and own else [])
         if not lost:
             store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:
