@@ -214,19 +214,32 @@ class Disk:
         return file
 
     def writev(self, file: int, buffers: Sequence[memoryview]) -> int:
+        return self._write(file, buffers, lambda parts: os.writev(file, parts))
+
+    def pwritev(self, file: int, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        return self._write(file, buffers, lambda parts: os.pwritev(file, parts, byte_offset))
+
+    def _write(
+        self, file: int, buffers: Sequence[memoryview], write: Callable[[Sequence[bytes | memoryview]], int]
+    ) -> int:
+        data = b"".join(buffers)
+        half = [data[: (len(data) + 1) // 2]]
         try:
             self._change("write", self._paths[file])
         except Stopped:
             if self._half and self.changes == self._stop_at:
                 self._half = False
-                self._write_half(file, buffers)
+                write(half)
             raise
-        return self._write_half(file, buffers) if self._short else os.writev(file, buffers)
+        return write(half if self._short else buffers)
 
-    @staticmethod
-    def _write_half(file: int, buffers: Sequence[memoryview]) -> int:
-        data = b"".join(buffers)
-        return os.write(file, data[: (len(data) + 1) // 2])
+    def copy_file_range(self, source: int, target: int, *numbers: int) -> int:
+        self._change("write", self._paths[target], self._paths[source])
+        return os.copy_file_range(source, target, *numbers)
+
+    def ftruncate(self, file: int, nbytes: int) -> None:
+        self._change("truncate", self._paths[file])
+        os.ftruncate(file, nbytes)
 
     def fsync(self, file: int) -> None:
         """Record the call, and do not wait for the disk: no test cuts the power."""

@@ -225,13 +225,12 @@ def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
 
     The marker stays, now with ``failed``, because requests without an answer may still arrive and disconnected ranks
     may still write. ``lost`` is true if all ranks of the attempt have ended and another save has committed. Then the
-    marker is deleted too if the attempt has its own tree or archive. In the canonical tree, only markers show which
-    attempt has written an object.
+    marker is deleted too if the attempt has its own tree. In the canonical tree, only markers show which attempt has
+    written an object. Of an archive, nothing stays.
     """
-    own = attempt.tree or store.is_archive
     try:
-        delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and own else [])
-        if not lost:
+        delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and attempt.tree else [])
+        if not lost and not store.is_archive:
             store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:
         return  # The caller raises the error that ended the attempt. The next save or recover cleans up.

@@ -146,11 +146,13 @@ def delete_attempts(
     """Delete the objects that these markers name, and return the number of objects deleted.
 
     ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers
-    stay, because a late rank may still write objects that they name. Keys that a marker in ``spared`` names are never
+    stay, unless they are of archives, because a late rank may still write objects that they name. Keys that a marker in ``spared`` names are never
     deleted. With ``removal``, the record of a removal, stops if it is gone or replaced, because a save may have begun
     since. Called by the coordinator after its commit, and by removals.
     """
-    ended_ids = {*ended}
+    markers = [*markers]
+    # A late rank can write only to files of an archive that is deleted, and to none that is new.
+    ended_ids = {marker.save_id for marker in markers} if store.is_archive else {*ended}
     deleted = 0
     for marker in markers:
         tops = marker.top_names()

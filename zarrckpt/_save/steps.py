@@ -117,11 +117,15 @@ class RankSave:
         self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
-        with attempts.report_lost_commit(self._store, attempt):
-            if self._store.is_archive:
-                self._refuse_separate_storage(attempt, report_alive)
-                self._store.begin_part(attempt.save_id, self._places(attempt, plan))
-            results = self._writer.write(channel)
+        try:
+            with attempts.report_lost_commit(self._store, attempt):
+                if self._store.is_archive:
+                    self._refuse_separate_storage(attempt, report_alive)
+                    self._store.begin_part(attempt.save_id, self._places(attempt, plan))
+                results = self._writer.write(channel)
+        except BaseException:
+            self._store.close_part()
+            raise
         if not self._store.is_archive:
             try:
                 self._refuse_separate_storage(attempt, report_alive)

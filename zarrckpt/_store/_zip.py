@@ -36,6 +36,7 @@ _TAIL_BYTES = 256 << 10
 GROUP = "@zarrckpt"
 _ARCHIVE = "archive"
 _SCRATCH = "scratch-"
+_ATTEMPT = re.compile(rf"{GROUP}/[0-9a-f]{{32}}")
 _TABLE_KEY = re.compile(rf"{GROUP}/[0-9a-f]{{32}}/[^/]+/")
 
 
@@ -311,8 +312,13 @@ class ZipStore(Store):
             self._parent.delete(names)
 
     def sweep(self, folders: Iterable[str]) -> None:
+        """Delete what the parent deletes, and the unfinished archives of attempts, which may have lost their markers."""
         # Beside the archive are files of other checkpoints, and its entries are no folders.
-        self._parent.sweep([self._beside(folder) for folder in folders if _is_beside(f"{folder}/")])
+        names = [folder for folder in folders if _is_beside(f"{folder}/")]
+        for name in filter(_ATTEMPT.fullmatch, names):
+            found = [info.key for info in self._parent.list(self._beside(name))]
+            self._parent.delete([key for key in found if not key.endswith(ROOT)])
+        self._parent.sweep(map(self._beside, names))
 
     def sync(self, keys: Iterable[str]) -> None:
         self._parent.sync(self._names(keys))
