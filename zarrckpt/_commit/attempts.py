@@ -91,10 +91,11 @@ def _refuse_root(store: Store, root: Root | None) -> None:
 def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int = 0) -> Attempt:
     """Begin an attempt: choose its tree and put its marker. The coordinator calls it before any chunk is written.
 
-    ``marker`` lists the nodes that the attempt will write, ``planned_bytes`` is :meth:`Store.begin_archive`'s. Costs 9 requests, one more for each earlier attempt, and
-    three more to overwrite, in 3 to 7 round trips. Raises CheckpointExistsError if a checkpoint is committed and
-    ``overwrite`` is false, CheckpointPinnedError if it is pinned, ForeignObjectsError if the url is inside a checkpoint
-    or has objects below it that this package did not write, CheckpointRemovedError if a removal has not ended.
+    ``marker`` lists the nodes that the attempt will write. ``planned_bytes`` is for :meth:`Store.begin_archive`. Costs
+    9 requests, one more for each earlier attempt, and three more to overwrite, in 3 to 7 round trips. Raises
+    CheckpointExistsError if a checkpoint is committed and ``overwrite`` is false, CheckpointPinnedError if it is
+    pinned, ForeignObjectsError if the url is inside a checkpoint or has objects below it that this package did not
+    write, CheckpointRemovedError if a removal has not ended.
     """
     seen = read_listings(store, to_save=True)
     if seen.removal:

@@ -145,10 +145,10 @@ def delete_attempts(
 ) -> int:
     """Delete the objects that these markers name, and return the number of objects deleted.
 
-    ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers
-    stay, unless they are of archives, because a late rank may still write objects that they name. Keys that a marker in ``spared`` names are never
-    deleted. With ``removal``, the record of a removal, stops if it is gone or replaced, because a save may have begun
-    since. Called by the coordinator after its commit, and by removals.
+    ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers stay,
+    unless they are of archives, because a late rank may still write objects that they name. Keys that a marker in
+    ``spared`` names are never deleted. With ``removal``, the record of a removal, stops if it is gone or replaced,
+    because a save may have begun since. Called by the coordinator after its commit, and by removals.
     """
     markers = [*markers]
     # A late rank can write only to files of an archive that is deleted, and to none that is new.

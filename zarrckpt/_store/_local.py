@@ -182,9 +182,7 @@ class LocalStore(Store):
 
         self.put_conditionally("replacing", key, work)
 
-    def put_conditionally(
-        self, verb: str, key: str, work: Callable[[str], None], *, sync_folders: bool = True
-    ) -> None:
+    def put_conditionally(self, verb: str, key: str, work: Callable[[str], None], *, sync_folders: bool = True) -> None:
         """Make a file by a call with its path. The call is repeated if another process removes the folder."""
         if not self._mount_is_known:
             files.refuse_mount(self.path_of(key))

@@ -176,22 +176,20 @@ def create_file(path: str, data: bytes) -> bool:
     return True
 
 
-def link_or_rename(source: str, path: str, lock: str) -> bool:
-    """Give a file its final name. Return False if another file has this name."""
+def move_new(source: str, path: str, lock: str = "") -> None:
+    """Rename a file to its final name. Raises FileExistsError if a file of this name exists.
+
+    Filesystems without hard links have no atomic call for this, so there the lock of the path ``lock`` is held.
+    """
     try:
         os.link(source, path)
-    except FileExistsError:
-        # An NFS client repeats a call whose answer was lost. The repeat then finds the link that the call made.
-        return os.path.samestat(os.lstat(source), os.lstat(path))
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # Filesystems without hard links have no atomic call for this.
-        with locked(lock):
+        with locked(lock) if lock else contextlib.nullcontext():
             if os.path.lexists(path):
-                return False
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
             os.rename(source, path)
-    return True
 
 
 def replace_file(path: str, data: bytes, version: str) -> bool:

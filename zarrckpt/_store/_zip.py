@@ -312,7 +312,7 @@ class ZipStore(Store):
             self._parent.delete(names)
 
     def sweep(self, folders: Iterable[str]) -> None:
-        """Delete what the parent deletes, and the unfinished archives of attempts, which may have lost their markers."""
+        """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
         # Beside the archive are files of other checkpoints, and its entries are no folders.
         names = [folder for folder in folders if _is_beside(f"{folder}/")]
         for name in filter(_ATTEMPT.fullmatch, names):
@@ -328,7 +328,7 @@ class ZipStore(Store):
             raise StorageError(f"{self.url} cannot be written: an archive in an object store is written by one process")
         return self._parent
 
-    def _names(self, keys: Iterable[str]) -> list[str]:
+    def _names(self, keys: Iterable[str]) -> Sequence[str]:
         """Return the keys in the parent of the archive, if the root document is among the keys, and of those beside."""
         return [self._name if key == ROOT else self._beside(key) for key in keys if key == ROOT or _is_beside(key)]
 

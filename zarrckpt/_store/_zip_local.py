@@ -216,7 +216,16 @@ class LocalArchive:
 
     def commit_new(self, name: str) -> bool:
         """Give the archive its name. Return False if a file of this name exists."""
-        return self._commit("creating", name, lambda path: files.link_or_rename(self._path, path, self._lock))
+
+        def create(path: str) -> bool:
+            try:
+                files.move_new(self._path, path, self._lock)
+            except FileExistsError:
+                # An NFS client repeats a call whose answer was lost. The repeat then finds its own link.
+                return os.path.samestat(os.lstat(self._path), os.lstat(path))
+            return True
+
+        return self._commit("creating", name, create)
 
     def commit_over(self, name: str, is_expected: Callable[[], bool]) -> bool:
         """Replace the file of this name. Return False if it is not the expected one."""
