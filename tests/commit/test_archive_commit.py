@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zarr
 from harness.crashes import SAVING, Disk, Event, InLine, Place, all_files, crashed, held, state
 from harness.internals import open_store
@@ -311,3 +312,36 @@ def test_a_part_of_another_rank_is_checked(wrong: dict[str, Any], tmp_path: Path
     (folder / f"scratch-{_PART.name}-0").write_bytes(b"1234")
     with pytest.raises(zarrckpt.CheckpointError) if wrong else nullcontext():
         store.add_parts([dataclasses.replace(_PART, **wrong)], ["a/c.0", "b/c.0"])
+
+
+def test_a_late_write_changes_no_other_file(tmp_path: Path) -> None:
+    """A write that runs when its save ends, because of a second signal, keeps its descriptor until its end."""
+    store, save_id, late = open_store(str(tmp_path / NAME)), "1" * 32, []
+    store.put(f"@zarrckpt/{save_id}/zarr.json", [b"{}"])
+    store.begin_archive(save_id, 0)
+    store.begin_part(save_id, {"a/c.0": EntryPlace(0, 8), "b/c.0": EntryPlace(99, 4)})
+
+    def groups() -> Iterator[list[bytes]]:
+        yield [b"late"]
+        store.close_part()
+        late.extend((tmp_path / str(number)).open("wb") for number in range(9))
+        yield [b"late"]
+
+    store.put_parts("a/c.0", groups)
+    with pytest.raises(zarrckpt.IncompleteSaveError):
+        store.put("b/c.0", [b"late"])
+    for file in late:
+        file.close()
+        assert not (tmp_path / os.path.basename(file.name)).read_bytes()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_full_disk_is_free_after_a_failed_save(compression: str | None, small_disk: Path) -> None:
+    weights = {f"w{number}": torch.rand(5 << 15) for number in range(8)}
+    options = zarrckpt.SaveOptions(compression=compression)
+    zarrckpt.save({"w": weights["w0"][: 1 << 15]}, small_disk / NAME)
+    for name in (NAME, "y.zarr.zip"):
+        with pytest.raises(zarrckpt.StorageError, match="disk is full"):
+            zarrckpt.save(weights, small_disk / name, overwrite=True, options=options)
+        assert set(os.listdir(small_disk)) - {"lost+found"} == {NAME}
+    assert zarrckpt.open(small_disk / NAME).verify()

@@ -118,16 +118,17 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int =
     attempt = Attempt(own, seen.committed_document, history, tuple(older), tuple(sorted(unmarked)))
     keys = [marker_key(own.save_id)]
     try:
-        store.put(keys[0], [own.to_bytes()])
-        store.begin_archive(own.save_id, planned_bytes)
-        if tree:
-            keys.append(f"{tree}/{NODE}")
-            store.put(keys[-1], [dumps(group_document())])
-        # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
-        store.sync(keys)
-        if seen.committed_document is not None:
-            # Checked after the marker is put: a pin is put before markers are read, so one of the two finds the other.
-            refuse_pinned(store)
+        with report_lost_commit(store, attempt):
+            store.put(keys[0], [own.to_bytes()])
+            store.begin_archive(own.save_id, planned_bytes)
+            if tree:
+                keys.append(f"{tree}/{NODE}")
+                store.put(keys[-1], [dumps(group_document())])
+            # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
+            store.sync(keys)
+            if seen.committed_document is not None:
+                # Checked after the marker is put. A pin is put before markers are read, so one of them finds the other.
+                refuse_pinned(store)
     except BaseException:
         abandon(store, attempt)
         raise

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -50,14 +50,27 @@ class LocalPart:
         self._crcs: dict[str, int] = {}
         self._scratch: dict[str, tuple[int, int, int, int]] = {}
         self._free: list[_ScratchFile] = []
-        self._opened: list[int] = []
+        self._opened = [self._file]
+        self._writes = 0
+        """Number of running writes."""
+        self._closed = False
         self._unsynced = 0
         self._syncs: list[Future[None]] = []
 
     def write(self, key: str, groups: Iterable[Sequence[Buffer]]) -> None:
         """Write an entry from groups of buffers. Raises StorageError."""
         work = self._write_placed if key in self._places else self._write_scratch
-        self._parent.call(f"writing {key!r} in {self._path!r}", lambda: work(key, map(byte_views, groups)))
+        with self._lock:
+            if not self._opened:
+                raise IncompleteSaveError(f"{key!r} was written after the save to {self._path!r} had ended. Save again")
+            self._writes += 1
+        try:
+            self._parent.call(f"writing {key!r} in {self._path!r}", lambda: work(key, map(byte_views, groups)))
+        finally:
+            with self._lock:
+                self._writes -= 1
+            if self._closed:
+                self.close()
 
     def _write_placed(self, key: str, groups: Iterator[list[memoryview]]) -> None:
         header_offset, size = self._places[key]
@@ -85,22 +98,17 @@ class LocalPart:
                 self._syncs.append(disk_threads().submit(os.fsync, self._file))
 
     def _write_scratch(self, key: str, groups: Iterator[list[memoryview]]) -> None:
-        with self._scratch_file() as scratch:
-            crc, size = _write_groups(scratch.file, groups, scratch.size)
-            with self._lock:
-                self._scratch[key] = (scratch.number, scratch.size, size, crc)
-                self._free.append(scratch._replace(size=scratch.size + size))
-
-    @contextmanager
-    def _scratch_file(self) -> Iterator[_ScratchFile]:
-        """Yield a scratch file that no other thread uses."""
         with self._lock:
-            if self._free:
-                found = self._free.pop()
-            else:
-                found = _ScratchFile(len(self._opened), files.open_new(f"{self._scratch_path}-{len(self._opened)}"), 0)
-                self._opened.append(found.file)
-        yield found
+            if not self._free:
+                number = len(self._opened)
+                self._opened.append(files.open_new(f"{self._scratch_path}-{number}"))
+                self._free.append(_ScratchFile(number, self._opened[-1], 0))
+            # No other thread uses it.
+            scratch = self._free.pop()
+        crc, size = _write_groups(scratch.file, groups, scratch.size)
+        with self._lock:
+            self._scratch[key] = (scratch.number, scratch.size, size, crc)
+            self._free.append(scratch._replace(size=scratch.size + size))
 
     def end(self) -> ArchivePart:
         """Sync and close the files, and return the entries that were written."""
@@ -108,7 +116,9 @@ class LocalPart:
             self._parent.call(f"syncing {self._path!r}", sync.result)
         if self._parent.durable:
             self._parent.call(f"syncing {self._path!r}", lambda: os.fsync(self._file))
-        self.close()
+        # Network filesystems may report a failed write only on close.
+        while self._opened:
+            self._parent.call(f"closing {self._path!r}", lambda: os.close(self._opened.pop()))
         return ArchivePart(
             tuple(self._crcs),
             np.array([*self._crcs.values()], "<u4"),
@@ -118,12 +128,15 @@ class LocalPart:
         )
 
     def close(self) -> None:
-        """Close the files. Does nothing if they are closed."""
-        opened, self._opened = [self._file, *self._opened] if self._file >= 0 else [], []
-        self._file = -1
-        for file in opened:
-            with suppress(OSError):
-                os.close(file)
+        """Close the files after a failure, at the end of the last write. Does nothing if they are closed.
+
+        After two signals, a write may still be running. It must not use a descriptor that another file has got.
+        """
+        self._closed = True
+        with self._lock:
+            while self._opened and not self._writes:
+                with suppress(OSError):
+                    os.close(self._opened.pop())
 
 
 class LocalArchive:
