@@ -16,11 +16,11 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
-from zarrckpt._store._archive import ArchivePart, Places
 from zarrckpt._store._base import Listing, Reuse
 
 __all__ = [
@@ -116,7 +116,7 @@ class FaultyStore(Store):
     """A store whose operations fail as a rule chooses. It can be used by many threads of one process.
 
     A put counts as one operation, even if it needs several requests. The same holds for a deletion of many keys, a
-    sync and a listing. It has 35 methods because it wraps each operation of a store.
+    sync and a listing. It has 30 methods because it wraps each operation of a store.
 
     Args:
         url: the local path, url or store to wrap.
@@ -144,6 +144,10 @@ class FaultyStore(Store):
         self._rule = rule
         self._stopped = False
         self._lock = threading.Lock()
+        for verb in ("begin_archive", "begin_part", "end_part", "add_parts"):
+            setattr(self, verb, partial(self._on_archive, verb))
+        for name in ("close_part", "record_faults"):
+            setattr(self, name, getattr(self._inner, name))
 
     @property
     def beside_training(self) -> bool:
@@ -198,23 +202,8 @@ class FaultyStore(Store):
     def remove_folder(self) -> None:
         self._call("sweep", "", self._inner.remove_folder)
 
-    def begin_archive(self, save_id: str, planned_bytes: int) -> None:
-        self._call("archive", save_id, lambda: self._inner.begin_archive(save_id, planned_bytes))
-
-    def begin_part(self, save_id: str, places: Places) -> None:
-        self._call("archive", save_id, lambda: self._inner.begin_part(save_id, places))
-
-    def end_part(self) -> ArchivePart | None:
-        return self._call("archive", "", self._inner.end_part)
-
-    def close_part(self) -> None:
-        self._inner.close_part()
-
-    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
-        self._call("archive", "", lambda: self._inner.add_parts(parts, keys))
-
-    def record_faults(self) -> Iterable[tuple[str, str]]:
-        return self._inner.record_faults()
+    def _on_archive(self, verb: str, *args: Any) -> Any:
+        return self._call("archive", verb, lambda: getattr(self._inner, verb)(*args))
 
     def size(self, key: str) -> int:
         return self._call("read", key, lambda: self._inner.size(key))
