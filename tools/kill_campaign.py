@@ -55,6 +55,7 @@ from zarrckpt._save import steps
 from zarrckpt._save.exchange import Exchange
 from zarrckpt._save.steps import RankSave
 from zarrckpt._store import open_store
+from zarrckpt._store._archive import SUFFIX
 
 RANKS = 4
 WATCHED_SECONDS = 20.0
@@ -194,7 +195,7 @@ class Saving:
     @property
     def base(self) -> str:
         """The url of the checkpoint that overwrites replace. It is absent in the first trial."""
-        return f"{self.url.rpartition('/')[0]}/latest"
+        return f"{self.url.rpartition('/')[0]}/latest{_suffix(self.url)}"
 
     def run(self, rank: int, board: Board) -> None:
         """Save. Called on every rank, within their process group."""
@@ -206,10 +207,14 @@ class Saving:
         board.mark(rank, Place.PLANS)
         report = zarrckpt.save(state, self.url, overwrite=True, base=self.base, options=OPTIONS)
         board.mark(rank, Place.RETURNED)
-        if self.replaces and report.sent_bytes == report.nbytes:
+        if self.replaces and report.sent_bytes == report.nbytes and not _suffix(self.url):
             raise Wrong("no chunk was reused")
         if zarrckpt.open(self.url).save_id != report.save_id:
             raise Wrong(f"its report is of save {report.save_id}, which is not committed")
+
+
+def _suffix(url: str) -> str:
+    return SUFFIX if url.endswith(SUFFIX) else ""
 
 
 def _watch(rank: int, board: Board) -> None:
@@ -381,7 +386,9 @@ def look(url: str) -> int | None:
 
 
 def left_beside(url: str) -> list[str]:
-    """Return the names in a url's folder that do not belong to the committed checkpoint."""
+    """Return the names in a url's folder, or beside an archive, that do not belong to the committed checkpoint."""
+    if _suffix(url):
+        return [str(path) for path in Path(url).parent.glob(f"*{Path(url).name}*") if path != Path(url)]
     tree = zarrckpt.open(url).info.tree
     objects, folders = open_store(url).list_dir()
     # The canonical tree has no own folder.
@@ -395,7 +402,7 @@ def erase(url: str) -> list[str]:
     """Remove all objects that saves left at a url. Return the keys that remain, which must be none."""
     with contextlib.suppress(zarrckpt.CheckpointNotFoundError):
         zarrckpt.remove(url)
-    return [info.key for info in open_store(url).list()]
+    return [info.key for info in open_store(url).list()] + (left_beside(url) if _suffix(url) else [])
 
 
 # -- trials
@@ -499,8 +506,11 @@ class Shares:
 class Campaign:
     """Trials at some urls in turn, first saves and overwrites."""
 
-    def __init__(self, urls: Sequence[str], folder: str, seed: int = 0, shares: Shares = Shares()) -> None:
+    def __init__(
+        self, urls: Sequence[str], folder: str, seed: int = 0, shares: Shares = Shares(), suffix: str = ""
+    ) -> None:
         self._urls = urls
+        self._suffix = suffix
         self._random = random.Random(seed)
         self._shares = shares
         self._log = f"{folder}/ranks.log"
@@ -522,7 +532,7 @@ class Campaign:
         """
         kinds = [(url, replaces) for url in self._urls for replaces in (False, True)]
         for url, replaces in kinds[:kills]:
-            seconds = statistics.median(self._whole(f"{url}/latest", replaces) for _ in range(min(3, 1 + kills // 20)))
+            seconds = statistics.median(self._whole(f"{url}/latest{self._suffix}", replaces) for _ in range(min(3, 1 + kills // 20)))
             self.report.durations[f"{url}, {'overwrite' if replaces else 'first save'}"] = seconds
         durations = [*self.report.durations.values()]
         trial = 0
@@ -573,7 +583,7 @@ class Campaign:
         return Saving(url, self._number, replaces)
 
     def _trial(self, url: str, replaces: bool, duration: float, trial: int, aim: Aim | None) -> None:
-        place = f"{url}/latest" if replaces else f"{url}/first-{trial}"
+        place = f"{url}/latest{self._suffix}" if replaces else f"{url}/first-{trial}{self._suffix}"
         saving = self._saving(place, replaces)
         began = time.monotonic()
         kill, killed = self._kill(saving, duration) if aim is None else (self._aimed(saving, aim), True)
@@ -663,6 +673,7 @@ def main() -> None:
     aims = 4 * len(AIMS)
     parser.add_argument("--aimed", type=int, default=aims, help=f"number of aimed kills; default: {aims}, all of them")
     parser.add_argument("--url", action="append", help="url to save to; default: a temporary folder, and an S3 server")
+    parser.add_argument("--archives", action="store_true", help=f"save to names that end with {SUFFIX}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--watched", type=float, default=Shares.watched, help="share of kills with watched survivors")
     parser.add_argument("--latency", type=float, default=0.002, help="delay of the S3 server, in seconds")
@@ -677,8 +688,8 @@ def main() -> None:
         if not urls:
             server = stack.enter_context(served(latency=args.latency))
             os.environ |= server.environment
-            urls = [f"{folder}/local", "s3://bucket/kills"]
-        campaign = Campaign(urls, folder, args.seed, Shares(watched=args.watched))
+            urls = [f"{folder}/local"] if args.archives else [f"{folder}/local", "s3://bucket/kills"]
+        campaign = Campaign(urls, folder, args.seed, Shares(watched=args.watched), SUFFIX if args.archives else "")
         stack.callback(campaign.end)
         report = campaign.run(args.kills, args.aimed)
         if report.wrongs:

@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
@@ -115,7 +116,7 @@ class FaultyStore(Store):
     """A store whose operations fail as a rule chooses. It can be used by many threads of one process.
 
     A put counts as one operation, even if it needs several requests. The same holds for a deletion of many keys, a
-    sync and a listing. It has 29 methods because it wraps each operation of a store.
+    sync and a listing. It has 30 methods because it wraps each operation of a store.
 
     Args:
         url: the local path, url or store to wrap.
@@ -135,6 +136,7 @@ class FaultyStore(Store):
         self._inner = open_store(url, storage_options=storage_options, durable=durable)
         self.url = self._inner.url
         self.is_local = self._inner.is_local
+        self.is_archive = self._inner.is_archive
         self.lists_all = self._inner.lists_all
         self.max_concurrency = self._inner.max_concurrency
         self.calls: list[Call] = []
@@ -142,6 +144,10 @@ class FaultyStore(Store):
         self._rule = rule
         self._stopped = False
         self._lock = threading.Lock()
+        for verb in ("begin_archive", "begin_part", "end_part", "add_parts"):
+            setattr(self, verb, partial(self._on_archive, verb))
+        for name in ("close_part", "record_faults"):
+            setattr(self, name, getattr(self._inner, name))
 
     @property
     def beside_training(self) -> bool:
@@ -195,6 +201,9 @@ class FaultyStore(Store):
 
     def remove_folder(self) -> None:
         self._call("sweep", "", self._inner.remove_folder)
+
+    def _on_archive(self, verb: str, *args: Any) -> Any:
+        return self._call("archive", verb, lambda: getattr(self._inner, verb)(*args))
 
     def size(self, key: str) -> int:
         return self._call("read", key, lambda: self._inner.size(key))

@@ -11,14 +11,25 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.crashes import SAVING, Disk, Event, Place, crashed, held, in_memory, needed, next_save_is_whole, state
+from harness.crashes import (
+    SAVING,
+    Disk,
+    Event,
+    InLine,
+    Place,
+    crashed,
+    held,
+    in_memory,
+    needed,
+    next_save_is_whole,
+    state,
+)
 from harness.one_at_a_time import one_thread, running
 from harness.s3_server import Served, served
 
@@ -235,29 +246,6 @@ def test_a_fault_at_every_operation(fresh: Callable[[], Place], name: str, reque
 
 
 # -- system calls of local files
-
-
-class InLine:
-    """An executor without threads: calls run in one order."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __enter__(self) -> InLine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except BaseException as err:
-            future.set_exception(err)
-        return future
-
-    map = staticmethod(map)
 
 
 def _on(disk: Disk, action: Callable[[Place], object], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -175,6 +175,29 @@ def next_save_is_whole(place: Place, value: int = 9) -> None:
 # -- system calls
 
 
+class InLine:
+    """An executor without threads: calls run in one order."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __enter__(self) -> InLine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except BaseException as err:
+            future.set_exception(err)
+        return future
+
+    map = staticmethod(map)
+
+
 @dataclass(frozen=True)
 class Event:
     """One system call that changes the disk, or an fsync. ``source`` is the source of a link or a rename."""
@@ -214,19 +237,32 @@ class Disk:
         return file
 
     def writev(self, file: int, buffers: Sequence[memoryview]) -> int:
+        return self._write(file, buffers, lambda parts: os.writev(file, parts))
+
+    def pwritev(self, file: int, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        return self._write(file, buffers, lambda parts: os.pwritev(file, parts, byte_offset))
+
+    def _write(
+        self, file: int, buffers: Sequence[memoryview], write: Callable[[Sequence[bytes | memoryview]], int]
+    ) -> int:
+        data = b"".join(buffers)
+        half = [data[: (len(data) + 1) // 2]]
         try:
             self._change("write", self._paths[file])
         except Stopped:
             if self._half and self.changes == self._stop_at:
                 self._half = False
-                self._write_half(file, buffers)
+                write(half)
             raise
-        return self._write_half(file, buffers) if self._short else os.writev(file, buffers)
+        return write(half if self._short else buffers)
 
-    @staticmethod
-    def _write_half(file: int, buffers: Sequence[memoryview]) -> int:
-        data = b"".join(buffers)
-        return os.write(file, data[: (len(data) + 1) // 2])
+    def copy_file_range(self, source: int, target: int, *numbers: int) -> int:
+        self._change("write", self._paths[target], self._paths[source])
+        return os.copy_file_range(source, target, *numbers)
+
+    def ftruncate(self, file: int, nbytes: int) -> None:
+        self._change("truncate", self._paths[file])
+        os.ftruncate(file, nbytes)
 
     def fsync(self, file: int) -> None:
         """Record the call, and do not wait for the disk: no test cuts the power."""

@@ -88,13 +88,14 @@ def _refuse_root(store: Store, root: Root | None) -> None:
         )
 
 
-def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
+def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int = 0) -> Attempt:
     """Begin an attempt: choose its tree and put its marker. The coordinator calls it before any chunk is written.
 
-    ``marker`` lists the nodes that the attempt will write. Costs 9 requests, one more for each earlier attempt, and
-    three more to overwrite, in 3 to 7 round trips. Raises CheckpointExistsError if a checkpoint is committed and
-    ``overwrite`` is false, CheckpointPinnedError if it is pinned, ForeignObjectsError if the url is inside a checkpoint
-    or has objects below it that this package did not write, CheckpointRemovedError if a removal has not ended.
+    ``marker`` lists the nodes that the attempt will write. ``planned_bytes`` is for :meth:`Store.begin_archive`. Costs
+    9 requests, one more for each earlier attempt, and three more to overwrite, in 3 to 7 round trips. Raises
+    CheckpointExistsError if a checkpoint is committed and ``overwrite`` is false, CheckpointPinnedError if it is
+    pinned, ForeignObjectsError if the url is inside a checkpoint or has objects below it that this package did not
+    write, CheckpointRemovedError if a removal has not ended.
     """
     seen = read_listings(store, to_save=True)
     if seen.removal:
@@ -117,15 +118,17 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     attempt = Attempt(own, seen.committed_document, history, tuple(older), tuple(sorted(unmarked)))
     keys = [marker_key(own.save_id)]
     try:
-        store.put(keys[0], [own.to_bytes()])
-        if tree:
-            keys.append(f"{tree}/{NODE}")
-            store.put(keys[-1], [dumps(group_document())])
-        # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
-        store.sync(keys)
-        if seen.committed_document is not None:
-            # Checked after the marker is put: a pin is put before markers are read, so one of the two finds the other.
-            refuse_pinned(store)
+        with report_lost_commit(store, attempt):
+            store.put(keys[0], [own.to_bytes()])
+            store.begin_archive(own.save_id, planned_bytes)
+            if tree:
+                keys.append(f"{tree}/{NODE}")
+                store.put(keys[-1], [dumps(group_document())])
+            # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
+            store.sync(keys)
+            if seen.committed_document is not None:
+                # Checked after the marker is put. A pin is put before markers are read, so one of them finds the other.
+                refuse_pinned(store)
     except BaseException:
         abandon(store, attempt)
         raise
@@ -225,11 +228,11 @@ def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
     The marker stays, now with ``failed``, because requests without an answer may still arrive and disconnected ranks
     may still write. ``lost`` is true if all ranks of the attempt have ended and another save has committed. Then the
     marker is deleted too if the attempt has its own tree. In the canonical tree, only markers show which attempt has
-    written an object.
+    written an object. Of an archive, nothing stays.
     """
     try:
         delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and attempt.tree else [])
-        if not lost:
+        if not lost and not store.is_archive:
             store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:
         return  # The caller raises the error that ended the attempt. The next save or recover cleans up.

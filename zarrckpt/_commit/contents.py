@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from zarrckpt._commit.discovery import CLAIM_LEVELS, find_inside_error, foreign_objects_error, holds_checkpoints
 from zarrckpt._commit.marker import PINS, PROBE, Marker, is_pin_key, marker_of
 from zarrckpt._commit.stored_documents import (
-    get_if_stored,
     get_versioned_if_stored,
     is_claimed,
     list_attempt_ids,
@@ -77,7 +76,9 @@ def _list_in_order(store: Store, seen: UrlListings) -> UrlListings:
 
 
 def list_top_names(store: Store) -> set[str]:
-    """Return the names of the objects and folders directly below the url. One listing."""
+    """Return the names of the objects and folders directly below the url, none for an archive. One listing."""
+    if store.is_archive:
+        return set()  # An archive is replaced and deleted as a whole.
     objects, folders = store.list_dir()
     return {*objects, *folders}
 
@@ -171,7 +172,8 @@ def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoin
         probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
         root_bytes = None if seen.committed_document is None else seen.committed_document.data
         # A save that commits in between changes which of the attempts could still commit.
-        if root_bytes == get_if_stored(store, NODE):
+        again = get_versioned_if_stored(store, NODE)
+        if root_bytes == (None if again is None else again.data):
             return UrlContents(root_bytes, root, seen.claimed, markers, probes, list_pin_keys(store), seen.removal)
     raise StorageError(
         f"reading {store.url} failed: other saves committed during each of {_CONTENTS_TRIES} tries. Try again when "

@@ -122,7 +122,8 @@ def _delete_root(store: Store, root_bytes: bytes | None, record: bytes | None) -
     _check_record(store, record)
     if root_bytes is not None:
         refuse_pinned(store)
-        if get_if_stored(store, NODE) == root_bytes:
+        found = get_versioned_if_stored(store, NODE)
+        if found is not None and found.data == root_bytes:
             store.delete([NODE])
 
 
@@ -144,12 +145,14 @@ def delete_attempts(
 ) -> int:
     """Delete the objects that these markers name, and return the number of objects deleted.
 
-    ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers
-    stay, because a late rank may still write objects that they name. Keys that a marker in ``spared`` names are never
-    deleted. With ``removal``, the record of a removal, stops if it is gone or replaced, because a save may have begun
-    since. Called by the coordinator after its commit, and by removals.
+    ``ended`` are the ids of attempts whose ranks have all ended, and their markers are deleted too. Other markers stay,
+    unless they are of archives, because a late rank may still write objects that they name. Keys that a marker in
+    ``spared`` names are never deleted. With ``removal``, the record of a removal, stops if it is gone or replaced,
+    because a save may have begun since. Called by the coordinator after its commit, and by removals.
     """
-    ended_ids = {*ended}
+    markers = [*markers]
+    # A late rank can write only to files of an archive that is deleted, and to none that is new.
+    ended_ids = {marker.save_id for marker in markers} if store.is_archive else {*ended}
     deleted = 0
     for marker in markers:
         tops = marker.top_names()
@@ -179,11 +182,17 @@ def _delete_named(
 
 
 def _list_named(store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker]) -> list[str]:
-    """Return the stored keys below ``tops`` that a marker names but ``spared`` does not, and its attempt's tables."""
+    """Return the stored keys below ``tops`` that a marker names but ``spared`` does not, and its attempt's tables.
+
+    If the checkpoint is an archive, return the keys of the attempt's unfinished archive.
+    """
+    own = [info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}")]
+    if store.is_archive:
+        return [key for key in own if not is_table_key(key) and key != marker_key(marker.save_id)]
     # Parallel, because a flat state has a folder for each entry.
     reads = (partial(_list_named_below, store, marker, top, spared) for top in sorted(tops))
     keys = [key for listing in run_jobs(reads, store.max_concurrency) for key in listing]
-    return keys + [info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}") if is_table_key(info.key)]
+    return keys + [key for key in own if is_table_key(key)]
 
 
 def _list_named_below(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:

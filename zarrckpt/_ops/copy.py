@@ -193,7 +193,9 @@ class _Copy:
     def finish(self) -> Root:
         """Put the tables and return the root to commit."""
         if (part := self._target.end_part()) is not None:
-            self._target.add_parts([part])
+            arrays = self._root.arrays()
+            keys = (node.chunk_key(chunk) for node in arrays for chunk in node.grid.chunks_of(node.grid.whole))
+            self._target.add_parts([part], keys)
         tables, puts = encode_tables(self._root.save_id, self._numbers())
         run_jobs(
             (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency

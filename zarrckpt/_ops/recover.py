@@ -10,9 +10,10 @@ from typing import Any
 from zarrckpt._commit.contents import read_contents
 from zarrckpt._commit.discovery import CheckpointFolder, find_saves, holds_checkpoints
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY
+from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, marker_key, marker_of
 from zarrckpt._commit.pins import list_pins
 from zarrckpt._commit.removal import count_objects, delete_attempts, remove_all, sweep_temporary_files
+from zarrckpt._commit.stored_documents import is_stored
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
@@ -117,6 +118,9 @@ def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     folder = stopped and found.root_bytes is None and holds_checkpoints(store)
     ended = [marker.save_id for marker in dead] if stopped else []
     objects = delete_attempts(store, dead, ended=ended, spared=spared)
+    if store.is_archive and found.root is not None and is_stored(store, marker_key(found.root.save_id)):
+        # A crash after the commit left the marker, and perhaps a second name of the archive.
+        objects += 1 + delete_attempts(store, [marker_of(found.root)], ended=[found.root.save_id])
     if found.root_bytes is None:
         # These pins were put while the checkpoint was being removed.
         store.delete(found.pins)

@@ -22,6 +22,8 @@ class ArchivePlan:
 
     starts: Mapping[str, int]
     """By path. Compressed arrays are not included, since the sizes of their chunks are not known."""
+    end: int = 0
+    """The end of the last entry."""
 
     def places(self, node: ArrayNode, chunks: Iterable[Ints]) -> Iterator[tuple[str, Place]]:
         """Yield the key and the place of chunks of an array. Yields none of a compressed array."""
@@ -41,7 +43,7 @@ def plan_archive(nodes: Iterable[ArrayNode]) -> ArchivePlan:
         if node.compression is None:
             starts[node.path] = end
             end = int(_header_offsets(node, end)[-1])
-    return ArchivePlan(starts)
+    return ArchivePlan(starts, end)
 
 
 def _header_offsets(node: ArrayNode, start: int) -> np.ndarray[Any, Any]:

@@ -60,7 +60,7 @@ class SentAttempt:
     """Whether the save stores digests of its chunks, so that later saves can reuse them."""
     base: SentBase | None = None
     """The checkpoint whose chunks the save may reuse."""
-    archive: Mapping[str, int] | None = None
+    archive: Mapping[str, int] = field(default_factory=dict)
     """If the checkpoint is an archive, the byte offset of the first entry of each array, by path."""
 
     def __post_init__(self) -> None:

@@ -67,7 +67,8 @@ def finish_save(
     tables, puts = encode_tables(attempt.save_id, numbers)
     puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
     if store.is_archive:
-        store.add_parts([rank.archive for rank in ranks if rank.archive is not None])
+        keys = (node.chunk_key(i) for node in nodes.values() for i in node.grid.chunks_of(node.grid.whole))
+        store.add_parts([rank.archive for rank in ranks if rank.archive is not None], keys)
         puts |= {join(path, NODE): [dumps(group_document())] for path in planned}
         puts |= {join(node.path, NODE): [node.document_bytes()] for node in nodes.values()}
     at_once = 1 if store.is_local else store.max_concurrency

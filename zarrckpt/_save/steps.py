@@ -117,11 +117,15 @@ class RankSave:
         self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
-        if self._store.is_archive:
-            self._refuse_separate_storage(attempt, report_alive)
-            self._store.begin_part(attempt.save_id, self._places(attempt, plan))
-        with attempts.report_lost_commit(self._store, attempt):
-            results = self._writer.write(channel)
+        try:
+            with attempts.report_lost_commit(self._store, attempt):
+                if self._store.is_archive:
+                    self._refuse_separate_storage(attempt, report_alive)
+                    self._store.begin_part(attempt.save_id, self._places(attempt, plan))
+                results = self._writer.write(channel)
+        except BaseException:
+            self._store.close_part()
+            raise
         if not self._store.is_archive:
             try:
                 self._refuse_separate_storage(attempt, report_alive)
@@ -137,7 +141,7 @@ class RankSave:
 
     def _places(self, attempt: SentAttempt, plan: RankPlan) -> Places:
         """Return the places of this rank's chunks in the archive; on the coordinator, of all chunks."""
-        archive = ArchivePlan(attempt.archive or {})
+        archive = ArchivePlan(attempt.archive)
         if self._layout is not None:
             nodes = self._layout.tensors.values()
             return dict(found for node in nodes for found in archive.places(node, node.grid.chunks_of(node.grid.whole)))
@@ -171,11 +175,13 @@ class RankSave:
         self._layout = layout
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
         with in_thread(partial(self._read_base, layout), at_once=self._store.is_local) as base:
-            attempt = self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
+            archive = plan_archive(layout.tensors.values() if self._store.is_archive else ())
+            attempt = self._attempt = attempts.begin(
+                self._store, marker, overwrite=self.request.overwrite, planned_bytes=archive.end
+            )
             digested = self.request.digested
-            archive = plan_archive(layout.tensors.values()).starts if self._store.is_archive else None
             ids = (attempt.save_id, attempt.tree, attempt.replaced_id)
-            self._sent = SentAttempt(*ids, host_name(), digested, base(), archive)
+            self._sent = SentAttempt(*ids, host_name(), digested, base(), archive.starts)
         return self._sent
 
     def _read_base(self, layout: Layout) -> SentBase | None:

@@ -242,7 +242,6 @@ class RankWriter:
         try:
             return RankResults(self._write(channel), self._store.end_part())
         except BaseException:
-            self._store.close_part()
             self.remove()
             raise
 

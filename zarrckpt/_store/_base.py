@@ -268,11 +268,18 @@ class Store(abc.ABC):
             buffers = [buffer for group in groups() for buffer in group]
         self.put(key, buffers)
 
+    def begin_archive(self, save_id: str, planned_bytes: int) -> None:  # noqa: B027 - only archives need it
+        """Create the unfinished archive of an attempt, whose marker has been put. Called on the coordinator.
+
+        The file has the size of the planned entries from the beginning. So no NFS client takes a page of it to be
+        beyond the end of the file, and fills the page with zeros where other ranks write.
+        """
+
     def begin_part(self, save_id: str, places: Places) -> None:  # noqa: B027 - only archives need it
         """Open the unfinished archive of an attempt, into which all ranks put entries. Called on each rank.
 
         ``places`` has the planned place of each entry of known size that this rank puts; on the coordinator, of all
-        ranks. The marker of the attempt must have been put.
+        ranks. :meth:`begin_archive` must have returned.
         """
 
     def end_part(self) -> ArchivePart | None:
@@ -282,10 +289,10 @@ class Store(abc.ABC):
     def close_part(self) -> None:  # noqa: B027 - only archives need it
         """Close the archive on this rank, after a success or a failure."""
 
-    def add_parts(self, parts: Sequence[ArchivePart]) -> None:  # noqa: B027 - only archives need it
+    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:  # noqa: B027 - only archives need it
         """Add the entries of all ranks to the archive of the attempt. Called on the coordinator.
 
-        Raises IncompleteSaveError if a planned entry was not put exactly once.
+        Raises IncompleteSaveError if one of the ``keys`` was not put exactly once, or another key was put.
         """
 
     def record_faults(self) -> Iterable[tuple[str, str]]:

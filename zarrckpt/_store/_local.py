@@ -173,21 +173,23 @@ class LocalStore(Store):
             if not files.create_file(path, data) and read_regular(path) != data:
                 raise _failures.conflict(key, self.url, replacing=False)
 
-        self._put_conditionally("creating", key, work)
+        self.put_conditionally("creating", key, work)
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         def work(path: str) -> None:
             if not files.replace_file(path, data, version):
                 raise _failures.conflict(key, self.url, replacing=True)
 
-        self._put_conditionally("replacing", key, work)
+        self.put_conditionally("replacing", key, work)
 
-    def _put_conditionally(self, verb: str, key: str, work: Callable[[str], None]) -> None:
+    def put_conditionally(self, verb: str, key: str, work: Callable[[str], None], *, sync_folders: bool = True) -> None:
+        """Make a file by a call with its path. The call is repeated if another process removes the folder."""
         if not self._mount_is_known:
             files.refuse_mount(self.path_of(key))
             self._mount_is_known = True
         self._write(verb, key, work)
-        self.sync_folders([key])
+        if sync_folders:
+            self.sync_folders([key])
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = [*keys]

@@ -176,17 +176,20 @@ def create_file(path: str, data: bytes) -> bool:
     return True
 
 
-def move_new(source: str, path: str) -> None:
-    """Rename a file to its final name. Raises FileExistsError if a file of this name exists."""
+def move_new(source: str, path: str, lock: str = "") -> None:
+    """Rename a file to its final name. Raises FileExistsError if a file of this name exists.
+
+    Filesystems without hard links have no atomic call for this, so there the lock of the path ``lock`` is held.
+    """
     try:
         os.link(source, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # Filesystems without hard links have no atomic call for this.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-        os.rename(source, path)
+        with locked(lock) if lock else contextlib.nullcontext():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+            os.rename(source, path)
 
 
 def replace_file(path: str, data: bytes, version: str) -> bool:

@@ -36,8 +36,8 @@ _TAIL_BYTES = 256 << 10
 GROUP = "@zarrckpt"
 _ARCHIVE = "archive"
 _SCRATCH = "scratch-"
+_ATTEMPT = re.compile(rf"{GROUP}/[0-9a-f]{{32}}")
 _TABLE_KEY = re.compile(rf"{GROUP}/[0-9a-f]{{32}}/[^/]+/")
-_MARKER_KEY = re.compile(rf"{GROUP}/([0-9a-f]{{32}})/{re.escape(ROOT)}")
 
 
 class _Index:
@@ -104,15 +104,12 @@ class ZipStore(Store):
 
         Raises ObjectNotFoundError if it can only be in the archive and is not.
         """
-        index = None
-        with suppress(ObjectNotFoundError):
-            index = self._index or self._read_index()
-        entry = None if index is None else index.entries.get(key)
-        if index is not None and entry is not None:
-            return index, entry
-        if not _is_beside(key):
+        if _is_beside(key):
+            return None
+        index = self._index or self._read_index()
+        if (entry := index.entries.get(key)) is None:
             raise _failures.not_found(key, self.url)
-        return None
+        return index, entry
 
     def get(self, key: str) -> bytes:
         """Return a whole object. The root document is always read from the present archive."""
@@ -136,14 +133,18 @@ class ZipStore(Store):
     def get_versioned(self, key: str) -> VersionedObject:
         if key != ROOT:
             return self._parent.get_versioned(self._beside(key))
+        self._parent.refuse_broken_link(self._name)
         try:
             data = self.get(key)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, ObjectNotFoundError):
             # A damaged archive can be replaced or removed, like a damaged root document. Other files cannot.
-            data = bytes(self._parent.read(self._name, 0, min(4, self._parent.size(self._name))))
-            if data != b"PK\3\4":
+            size, data = self._parent.size(self._name), b""
+            with suppress(ObjectNotFoundError):  # It is a folder.
+                data = bytes(self._parent.read(self._name, 0, min(records.HEADER_BYTES, size)))
+            if not records.is_own_header(data):
                 raise ForeignObjectsError(
-                    f"{self.url} is a file that no zarrckpt save wrote. Nothing was changed. Save to another path"
+                    f"{self.url} is a file or a folder that no zarrckpt save wrote. Nothing was changed. Save to "
+                    "another path, or delete it"
                 ) from None
         return VersionedObject(data, version_of(data))
 
@@ -235,6 +236,11 @@ class ZipStore(Store):
 
     # -- writes
 
+    def begin_archive(self, save_id: str, planned_bytes: int) -> None:
+        folder = self._beside(f"{GROUP}/{save_id}")
+        paths = (f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
+        self._archive, self._save_id = LocalArchive(self._local(), *paths, planned_bytes), save_id
+
     def begin_part(self, save_id: str, places: Places) -> None:
         folder = self._beside(f"{GROUP}/{save_id}")
         self._places = places
@@ -248,19 +254,13 @@ class ZipStore(Store):
         if self._part is not None:
             self._part.close()
 
-    def add_parts(self, parts: Sequence[ArchivePart]) -> None:
+    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
         assert self._archive is not None
-        self._archive.add_parts(parts, self._places)
+        self._archive.add_parts(parts, self._places, keys)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         if _is_beside(key):
             self._parent.put(self._beside(key), buffers)
-            marker = _MARKER_KEY.fullmatch(key)
-            if self._archive is None and marker is not None:
-                save_id = marker[1]
-                folder = self._beside(f"{GROUP}/{save_id}")
-                self._archive = LocalArchive(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
-                self._save_id = save_id
         elif key in self._places:
             self.put_parts(key, lambda: [buffers])
         else:
@@ -276,7 +276,7 @@ class ZipStore(Store):
             return  # Each attempt has an archive of its own, so none needs a claim.
         if key != ROOT:
             return self._parent.create(self._beside(key), data)
-        self._finish(data, lambda archive, path: archive.commit_new(path), replacing=False)
+        self._finish(data, lambda archive: archive.commit_new(self._name), replacing=False)
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         if key != ROOT:
@@ -288,48 +288,49 @@ class ZipStore(Store):
             except ObjectNotFoundError:
                 return False
 
-        self._finish(data, lambda archive, path: archive.commit_over(path, is_expected), replacing=True)
+        self._finish(data, lambda archive: archive.commit_over(self._name, is_expected), replacing=True)
 
-    def _finish(self, root: bytes, commit: Callable[[LocalArchive, str], bool], *, replacing: bool) -> None:
-        archive, parent = self._archive, self._local()
+    def _finish(self, root: bytes, commit: Callable[[LocalArchive], bool], *, replacing: bool) -> None:
+        archive = self._archive
         assert archive is not None
         archive.put(ROOT, root)
         archive.finish()
-        if not commit(archive, parent.path_of(self._name)):
+        if not commit(archive):
             raise _failures.conflict(ROOT, self.url, replacing=replacing)
-        if parent.durable:
-            parent.sync_folders([self._name])
+        self._archive, self._places = None, {}
         own = self._beside(f"{GROUP}/{self._save_id}")
-        self._parent.delete([f"{own}/{_ARCHIVE}", f"{own}/{ROOT}"])
+        # The marker is the last one, so that the next clean-up can continue after a crash.
+        self._parent.delete([f"{own}/{_ARCHIVE}"])
+        self._parent.delete([f"{own}/{ROOT}"])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects beside the archive, and the archive if the root document is among them.
 
         Other entries stay, since an archive is deleted as a whole.
         """
-        names = [self._name if key == ROOT else self._beside(key) for key in keys if key == ROOT or _is_beside(key)]
-        if names:
+        if names := self._names(keys):
             self._parent.delete(names)
 
     def sweep(self, folders: Iterable[str]) -> None:
-        """Delete the unfinished archives and the scratch files of attempts, and what the parent deletes."""
-        for folder in folders:
-            if _MARKER_KEY.fullmatch(f"{folder}/{ROOT}") is None:
-                continue
-            beside = self._beside(folder)
-            found = [info.key for info in self._parent.list(beside)]
-            names = [key for key in found if key.removeprefix(f"{beside}/").startswith((_ARCHIVE, _SCRATCH))]
-            if names:
-                self._parent.delete(names)
-            self._parent.sweep([beside])
+        """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
+        # Beside the archive are files of other checkpoints, and its entries are no folders.
+        names = [folder for folder in folders if _is_beside(f"{folder}/")]
+        for name in filter(_ATTEMPT.fullmatch, names):
+            found = [info.key for info in self._parent.list(self._beside(name))]
+            self._parent.delete([key for key in found if not key.endswith(ROOT)])
+        self._parent.sweep(map(self._beside, names))
 
     def sync(self, keys: Iterable[str]) -> None:
-        self._parent.sync([self._beside(key) for key in keys if _is_beside(key)])
+        self._parent.sync(self._names(keys))
 
     def _local(self) -> LocalStore:
         if not isinstance(self._parent, LocalStore):
             raise StorageError(f"{self.url} cannot be written: an archive in an object store is written by one process")
         return self._parent
+
+    def _names(self, keys: Iterable[str]) -> Sequence[str]:
+        """Return the keys in the parent of the archive, if the root document is among the keys, and of those beside."""
+        return [self._name if key == ROOT else self._beside(key) for key in keys if key == ROOT or _is_beside(key)]
 
     def _beside(self, key: str) -> str:
         return f"@{self._name}/{key}".rstrip("/")

@@ -24,6 +24,9 @@ ROOT = "zarr.json"
 END_BYTES = 22 + 20 + 56
 """Maximum size in bytes of the records after the central directory."""
 
+HEADER_BYTES = 30
+"""Size in bytes of a local header without its name."""
+
 MAX_DIRECTORY_BYTES = 1 << 30
 """Maximum size in bytes of a central directory that is read, about 10 million entries."""
 
@@ -120,6 +123,16 @@ def encode_end(directory: Directory) -> bytes:
         end += _LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
     count, size, offset = min(count, _MAX16), min(size, _MAX32), min(offset, _MAX32)
     return end + _END.pack(b"PK\5\6", 0, 0, count, count, size, offset, 0)
+
+
+def is_own_header(data: Buffer) -> bool:
+    """Whether a file may begin with these bytes, a local header without its name, only if this package wrote it."""
+    if len(data) < HEADER_BYTES:
+        return False
+    signature, version, flags, method, time, day, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack(data[:HEADER_BYTES])
+    aligned = not (HEADER_BYTES + name_bytes + extra_bytes) % ALIGNMENT
+    fields = (signature, flags, method, time, day)
+    return aligned and version in (20, 45) and fields == (b"PK\3\4", _UTF8, 0, 0, _FIRST_DAY)
 
 
 def _version(large: bool) -> int:

@@ -7,11 +7,12 @@ The coordinator copies these behind the planned entries, then adds the small obj
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -49,31 +50,46 @@ class LocalPart:
         self._crcs: dict[str, int] = {}
         self._scratch: dict[str, tuple[int, int, int, int]] = {}
         self._free: list[_ScratchFile] = []
-        self._opened: list[int] = []
+        self._opened = [self._file]
+        self._writes = 0
+        """Number of running writes."""
+        self._closed = False
         self._unsynced = 0
         self._syncs: list[Future[None]] = []
 
     def write(self, key: str, groups: Iterable[Sequence[Buffer]]) -> None:
         """Write an entry from groups of buffers. Raises StorageError."""
         work = self._write_placed if key in self._places else self._write_scratch
-        self._parent.call(f"writing {key!r} in {self._path!r}", lambda: work(key, map(byte_views, groups)))
+        with self._lock:
+            if not self._opened:
+                raise IncompleteSaveError(f"{key!r} was written after the save to {self._path!r} had ended. Save again")
+            self._writes += 1
+        try:
+            self._parent.call(f"writing {key!r} in {self._path!r}", lambda: work(key, map(byte_views, groups)))
+        finally:
+            with self._lock:
+                self._writes -= 1
+            if self._closed:
+                self.close()
 
     def _write_placed(self, key: str, groups: Iterator[list[memoryview]]) -> None:
         header_offset, size = self._places[key]
         data_offset = records.data_offset(key, size, header_offset)
         first = next(groups, [])
         crc, done = records.add_crc32(first), sum(map(len, first))
-        if done == size:
+        whole = done == size
+        if whole:
             # One system call for a small entry.
             header = records.encode_header(key, ZipEntry(crc, size, header_offset, data_offset))
             files.pwrite_all(self._file, [memoryview(header), *first], header_offset)
         else:
             files.pwrite_all(self._file, first, data_offset)
-            crc, done = _write_groups(self._file, groups, data_offset, crc, done)
-            header = records.encode_header(key, ZipEntry(crc, size, header_offset, data_offset))
-            files.pwrite_all(self._file, [memoryview(header)], header_offset)
+        crc, done = _write_groups(self._file, groups, data_offset, crc, done)
         if done != size:
             raise IncompleteSaveError(f"{key!r} has {done:,} bytes, but {size:,} were planned. Save again")
+        if not whole:
+            header = records.encode_header(key, ZipEntry(crc, size, header_offset, data_offset))
+            files.pwrite_all(self._file, [memoryview(header)], header_offset)
         with self._lock:
             self._crcs[key] = crc
             self._unsynced += size
@@ -82,22 +98,17 @@ class LocalPart:
                 self._syncs.append(disk_threads().submit(os.fsync, self._file))
 
     def _write_scratch(self, key: str, groups: Iterator[list[memoryview]]) -> None:
-        with self._scratch_file() as scratch:
-            crc, size = _write_groups(scratch.file, groups, scratch.size)
-            with self._lock:
-                self._scratch[key] = (scratch.number, scratch.size, size, crc)
-                self._free.append(scratch._replace(size=scratch.size + size))
-
-    @contextmanager
-    def _scratch_file(self) -> Iterator[_ScratchFile]:
-        """Yield a scratch file that no other thread uses."""
         with self._lock:
-            if self._free:
-                found = self._free.pop()
-            else:
-                found = _ScratchFile(len(self._opened), files.open_new(f"{self._scratch_path}-{len(self._opened)}"), 0)
-                self._opened.append(found.file)
-        yield found
+            if not self._free:
+                number = len(self._opened)
+                self._opened.append(files.open_new(f"{self._scratch_path}-{number}"))
+                self._free.append(_ScratchFile(number, self._opened[-1], 0))
+            # No other thread uses it.
+            scratch = self._free.pop()
+        crc, size = _write_groups(scratch.file, groups, scratch.size)
+        with self._lock:
+            self._scratch[key] = (scratch.number, scratch.size, size, crc)
+            self._free.append(scratch._replace(size=scratch.size + size))
 
     def end(self) -> ArchivePart:
         """Sync and close the files, and return the entries that were written."""
@@ -105,7 +116,9 @@ class LocalPart:
             self._parent.call(f"syncing {self._path!r}", sync.result)
         if self._parent.durable:
             self._parent.call(f"syncing {self._path!r}", lambda: os.fsync(self._file))
-        self.close()
+        # Network filesystems may report a failed write only on close.
+        while self._opened:
+            self._parent.call(f"closing {self._path!r}", lambda: os.close(self._opened.pop()))
         return ArchivePart(
             tuple(self._crcs),
             np.array([*self._crcs.values()], "<u4"),
@@ -115,38 +128,52 @@ class LocalPart:
         )
 
     def close(self) -> None:
-        """Close the files. Does nothing if they are closed."""
-        opened, self._opened = [self._file, *self._opened] if self._file >= 0 else [], []
-        self._file = -1
-        for file in opened:
-            with suppress(OSError):
-                os.close(file)
+        """Close the files after a failure, at the end of the last write. Does nothing if they are closed.
+
+        After two signals, a write may still be running. It must not use a descriptor that another file has got.
+        """
+        self._closed = True
+        with self._lock:
+            while self._opened and not self._writes:
+                with suppress(OSError):
+                    os.close(self._opened.pop())
 
 
 class LocalArchive:
     """A new archive on the coordinator, from its creation to its commit."""
 
-    def __init__(self, parent: LocalStore, archive: str, scratch: str) -> None:
+    def __init__(self, parent: LocalStore, archive: str, scratch: str, planned_bytes: int) -> None:
         self._parent = parent
         self._path = parent.path_of(archive)
+        # In the group of all attempts, which exists as long as the folder of this one.
+        self._lock = os.path.join(os.path.dirname(os.path.dirname(self._path)), "archive")
         self._scratch = scratch
         self._entries: dict[str, ZipEntry] = {}
         self._end = 0
         self._small: dict[str, bytes] = {}
-        parent.call(f"creating {self._path!r}", lambda: os.close(files.open_new(self._path)))
 
-    def add_parts(self, parts: Sequence[ArchivePart], places: Places) -> None:
+        def create(path: str) -> None:
+            with files.closed_after(files.open_new(path)) as file:
+                os.ftruncate(file, planned_bytes)
+
+        # The sync of the marker includes the folder.
+        parent.put_conditionally("creating", archive, create, sync_folders=False)
+
+    def add_parts(self, parts: Sequence[ArchivePart], places: Places, keys: Iterable[str]) -> None:
         """Add the entries of all ranks. Copies the scratch entries, in the order of their keys.
 
-        Raises IncompleteSaveError if not exactly the planned entries were written.
+        Raises IncompleteSaveError if not exactly the entries ``keys`` were written, and those of ``places`` there.
         """
-        crcs = {key: crc for part in parts for key, crc in zip(part.keys, part.crcs.tolist(), strict=True)}
-        if crcs.keys() != places.keys() or len(crcs) != sum(len(part.keys) for part in parts):
-            odd = sorted(crcs.keys() ^ places.keys())[:5]
+        written = sorted(key for part in parts for key in (*part.keys, *part.scratch_keys))
+        crcs = {key: crc for part in parts for key, crc in zip(part.keys, part.crcs.tolist(), strict=False)}
+        if written != sorted(keys) or crcs.keys() != places.keys() or not all(map(_is_valid, parts)):
             raise IncompleteSaveError(
-                f"ranks wrote {len(crcs):,} of {len(places):,} planned entries of {self._path!r} ({odd}). Save again"
+                f"ranks wrote {len(written):,} entries of {self._path!r}, {len(crcs):,} of them at their "
+                f"{len(places):,} planned places. Expected each chunk once, with its checksum. Nothing was committed. "
+                "Save again"
             )
         for key, (header_offset, size) in sorted(places.items(), key=lambda item: item[1]):
+            assert header_offset == self._end
             data_offset = records.data_offset(key, size, header_offset)
             self._entries[key] = ZipEntry(crcs[key], size, header_offset, data_offset)
             self._end = data_offset + size
@@ -200,31 +227,46 @@ class LocalArchive:
 
         self._parent.call(f"writing {self._path!r}", write)
 
-    def commit_new(self, path: str) -> bool:
+    def commit_new(self, name: str) -> bool:
         """Give the archive its name. Return False if a file of this name exists."""
 
-        def link() -> bool:
-            with files.locked(path):
-                try:
-                    files.move_new(self._path, path)
-                except FileExistsError:
-                    # An NFS client repeats a call whose answer was lost. The repeat then finds its own link.
-                    return os.path.samefile(self._path, path)
+        def create(path: str) -> bool:
+            try:
+                files.move_new(self._path, path, self._lock)
+            except FileExistsError:
+                # An NFS client repeats a call whose answer was lost. The repeat then finds its own link.
+                return os.path.samestat(os.lstat(self._path), os.lstat(path))
             return True
 
-        return self._parent.call(f"creating {path!r}", link)
+        return self._commit("creating", name, create)
 
-    def commit_over(self, path: str, is_expected: Callable[[], bool]) -> bool:
+    def commit_over(self, name: str, is_expected: Callable[[], bool]) -> bool:
         """Replace the file of this name. Return False if it is not the expected one."""
 
-        def replace() -> bool:
-            with files.locked(path):
+        def replace(path: str) -> bool:
+            with files.locked(self._lock):
                 if not is_expected():
                     return False
                 os.replace(self._path, path)
             return True
 
-        return self._parent.call(f"replacing {path!r}", replace)
+        return self._commit("replacing", name, replace)
+
+    def _commit(self, verb: str, name: str, work: Callable[[str], bool]) -> bool:
+        done = False
+
+        def commit(path: str) -> None:
+            nonlocal done
+            done = work(path)
+
+        self._parent.put_conditionally(verb, name, commit, sync_folders=self._parent.durable)
+        return done
+
+
+def _is_valid(part: ArchivePart) -> bool:
+    """Whether another rank's part has a checksum for each key, and names no file but a scratch file."""
+    shapes = (part.crcs.shape, part.scratch.shape) == ((len(part.keys),), (len(part.scratch_keys), 4))
+    return shapes and re.fullmatch("[0-9a-f]{32}", part.name) is not None and bool((part.scratch >= 0).all())
 
 
 def _write_groups(
