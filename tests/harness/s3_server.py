@@ -473,7 +473,11 @@ class S3Server:
         if fails:
             return xml("<Error><Code>InternalError</Code><Message>InternalError</Message></Error>")
         views = source.views(0, source.size // 2 if self.faults.cut_copies else source.size)
-        copied = self.store.put(request.path, tuple(views))
+        if "partNumber" in request.query:
+            body = memoryview(b"".join(views))
+            part = self.store.put_part(request.query["uploadId"], int(request.query["partNumber"]), body)
+            return xml(f"<CopyPartResult><ETag>{part.e_tag}</ETag></CopyPartResult>")
+        copied = self.store.put(request.path, tuple(views), **self._conditions(request))
         time_stored = f"<LastModified>{_iso(copied)}</LastModified>"
         return xml(f"<CopyObjectResult><ETag>{copied.e_tag}</ETag>{time_stored}</CopyObjectResult>")
 

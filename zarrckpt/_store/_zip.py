@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _zip_format as records
 from zarrckpt._store._archive import ArchivePart, Places
@@ -26,9 +26,11 @@ from zarrckpt._store._base import (
     byte_views,
     version_of,
 )
+from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
+from zarrckpt._store._zip_streamed import StreamedArchive
 
 _TAIL_BYTES = 256 << 10
 """Size of the first read of an archive. The end of a small one has its directory and root document."""
@@ -72,14 +74,15 @@ class ZipStore(Store):
         self._name = name
         self._index: _Index | None = None
         self._places: Places = {}
-        self._part: LocalPart | None = None
-        self._archive: LocalArchive | None = None
+        self._part: LocalPart | StreamedArchive | None = None
+        self._archive: LocalArchive | StreamedArchive | None = None
         self._save_id = ""
         """The id of the attempt whose archive this process creates."""
 
     @property
     def max_concurrency(self) -> int:
-        return self._parent.max_concurrency
+        # A streamed archive is written in one order.
+        return 1 if isinstance(self._archive, StreamedArchive) else self._parent.max_concurrency
 
     @max_concurrency.setter
     def max_concurrency(self, number: int) -> None:
@@ -87,7 +90,7 @@ class ZipStore(Store):
 
     def useful_concurrency(self) -> int:
         self._parent.beside_training = self.beside_training
-        return self._parent.useful_concurrency()
+        return min(self.max_concurrency, self._parent.useful_concurrency())
 
     def hint(self, error: BaseException) -> str:
         return self._parent.hint(error)
@@ -136,6 +139,8 @@ class ZipStore(Store):
     def get_versioned(self, key: str) -> VersionedObject:
         if key != ROOT:
             return self._parent.get_versioned(self._beside(key))
+        # Read first, so that it is never newer than the data.
+        version = None if isinstance(self._parent, LocalStore) else self._parent.version(self._name)
         try:
             data = self.get(key)
         except CorruptCheckpointError:
@@ -145,7 +150,7 @@ class ZipStore(Store):
                 raise ForeignObjectsError(
                     f"{self.url} is a file that no zarrckpt save wrote. Nothing was changed. Save to another path"
                 ) from None
-        return VersionedObject(data, version_of(data))
+        return VersionedObject(data, version or version_of(data))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         with self.reader(key) as read:
@@ -238,7 +243,11 @@ class ZipStore(Store):
     def begin_part(self, save_id: str, places: Places) -> None:
         folder = self._beside(f"{GROUP}/{save_id}")
         self._places = places
-        self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
+        if isinstance(self._archive, StreamedArchive):
+            self._part = self._archive
+            self._part.refuse_size(sum(place.size for place in places.values()))
+        else:
+            self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
 
     def end_part(self) -> ArchivePart | None:
         assert self._part is not None
@@ -256,11 +265,13 @@ class ZipStore(Store):
         if _is_beside(key):
             self._parent.put(self._beside(key), buffers)
             marker = _MARKER_KEY.fullmatch(key)
-            if self._archive is None and marker is not None:
-                save_id = marker[1]
-                folder = self._beside(f"{GROUP}/{save_id}")
-                self._archive = LocalArchive(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
-                self._save_id = save_id
+            if marker is not None and marker[1] != self._save_id:
+                self._save_id = marker[1]
+                folder = self._beside(f"{GROUP}/{self._save_id}")
+                if isinstance(self._parent, ClientStore):
+                    self._archive = StreamedArchive(self._parent, self._name, f"{folder}/{_ARCHIVE}")
+                else:
+                    self._archive = LocalArchive(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
         elif key in self._places:
             self.put_parts(key, lambda: [buffers])
         else:
@@ -276,7 +287,7 @@ class ZipStore(Store):
             return  # Each attempt has an archive of its own, so none needs a claim.
         if key != ROOT:
             return self._parent.create(self._beside(key), data)
-        self._finish(data, lambda archive, path: archive.commit_new(path), replacing=False)
+        self._finish(data, lambda archive: archive.commit_new(self._name), replacing=False)
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         if key != ROOT:
@@ -288,19 +299,26 @@ class ZipStore(Store):
             except ObjectNotFoundError:
                 return False
 
-        self._finish(data, lambda archive, path: archive.commit_over(path, is_expected), replacing=True)
+        self._finish(data, lambda archive: archive.commit_over(self._name, version, is_expected), replacing=True)
 
-    def _finish(self, root: bytes, commit: Callable[[LocalArchive, str], bool], *, replacing: bool) -> None:
-        archive, parent = self._archive, self._local()
+    def _finish(
+        self, root: bytes, commit: Callable[[LocalArchive | StreamedArchive], bool], *, replacing: bool
+    ) -> None:
+        archive = self._archive
         assert archive is not None
         archive.put(ROOT, root)
         archive.finish()
-        if not commit(archive, parent.path_of(self._name)):
+        # If the answer to the commit was lost, its repeat finds the archive of this save.
+        if not commit(archive) and not self._has_root(root):
             raise _failures.conflict(ROOT, self.url, replacing=replacing)
-        if parent.durable:
-            parent.sync_folders([self._name])
+        self._archive = None
         own = self._beside(f"{GROUP}/{self._save_id}")
         self._parent.delete([f"{own}/{_ARCHIVE}", f"{own}/{ROOT}"])
+
+    def _has_root(self, root: bytes) -> bool:
+        with suppress(CheckpointError):
+            return self.get(ROOT) == root
+        return False
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects beside the archive, and the archive if the root document is among them.
@@ -316,6 +334,8 @@ class ZipStore(Store):
         for folder in folders:
             if _MARKER_KEY.fullmatch(f"{folder}/{ROOT}") is None:
                 continue
+            if folder == f"{GROUP}/{self._save_id}":
+                self.close_part()
             beside = self._beside(folder)
             found = [info.key for info in self._parent.list(beside)]
             names = [key for key in found if key.removeprefix(f"{beside}/").startswith((_ARCHIVE, _SCRATCH))]
@@ -328,7 +348,7 @@ class ZipStore(Store):
 
     def _local(self) -> LocalStore:
         if not isinstance(self._parent, LocalStore):
-            raise StorageError(f"{self.url} cannot be written: an archive in an object store is written by one process")
+            raise StorageError(f"{self.url} cannot be written: {type(self._parent).__name__} takes no archives")
         return self._parent
 
     def _beside(self, key: str) -> str:
