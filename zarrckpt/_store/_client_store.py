@@ -65,22 +65,12 @@ class ClientStore(ConditionalStore):
     def delete_named(self, name: str) -> None:
         """Delete an object. An absent one is no error."""
 
-    def has(self, key: str) -> bool:
-        """Whether an object exists. One request."""
-        with contextlib.suppress(ObjectNotFoundError):
-            return self.size(key) >= 0
-        return False
-
     max_upload_bytes = 0
-    """Maximum size in bytes of an object of :meth:`open_upload`. 0 if the store has no such uploads."""
+    """Maximum size in bytes of an object that is uploaded while it is made. 0 if the store has no such uploads.
 
-    def open_upload(self, key: str) -> Any:
-        """Return a writer (``write``, ``close``) that uploads an object in parts. Its errors are the client's."""
-        raise NotImplementedError
-
-    def copy_new(self, source_key: str, key: str) -> bool:
-        """Copy an object within the store if none exists under the key. Return False if one exists."""
-        raise NotImplementedError
+    Otherwise the store has ``open_upload(key)``, which returns a writer whose errors are the client's, and
+    ``copy_new(source_key, key)``, which returns False if an object has the new key already.
+    """
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         # The environment may hold new credentials since the store was opened.

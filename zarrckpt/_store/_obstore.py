@@ -74,7 +74,7 @@ class ObstoreStore(ClientStore):
 
     def version(self, key: str) -> Any:
         found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
-        return _version_in(found) or super().version(key)
+        return _version_in(found)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
         options: Any = {"range": (start, end)}
@@ -120,27 +120,27 @@ class ObstoreStore(ClientStore):
 
     @property
     def max_upload_bytes(self) -> int:  # type: ignore[override]
-        # A copy by obstore loses the options of puts.
-        return _MAX_PUT_BYTES if self._bucket.copies_at_once and not self._client.put_options else 0
+        if self._conditions.copies is None:
+            probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
+            self.put(probe, [b"1"])
+            try:
+                self._conditions.copies = self.copy_new(probe, f"{probe}-2") and not self.copy_new(probe, f"{probe}-2")
+            except StorageError:
+                self._conditions.copies = False  # Ceph 16 refuses every conditional copy.
+            with contextlib.suppress(StorageError):
+                self.delete([probe, f"{probe}-2"])
+        # Conditional copies lose the options of puts.
+        usable = self._conditions.copies and self._bucket.copies_at_once and not self._client.put_options
+        return _MAX_PUT_BYTES if usable else 0
 
     def open_upload(self, key: str) -> Any:
-        return obstore.open_writer(
-            self._bucket.persistent, self.name(key), buffer_size=_PART, max_concurrency=_PARTS_AT_ONCE
-        )
+        options = {"buffer_size": _PART, "max_concurrency": _PARTS_AT_ONCE}
+        return obstore.open_writer(self._bucket.persistent, self.name(key), **options)
 
     def copy_new(self, source_key: str, key: str) -> bool:
-        if self._conditions.copies is None:
-            self._conditions.copies = self._server_honours_copies()
-        if self._conditions.copies:
-            return self._copy(source_key, key, overwrite=False)
-        with self._lock:
-            self._warn()
-            return not self.has(key) and self._copy(source_key, key, overwrite=True)
-
-    def _copy(self, source_key: str, key: str, *, overwrite: bool) -> bool:
         def copy() -> bool:
             try:
-                obstore.copy(self._bucket.store, self.name(source_key), self.name(key), overwrite=overwrite)
+                obstore.copy(self._bucket.store, self.name(source_key), self.name(key), overwrite=False)
             except client_errors.AlreadyExistsError as error:
                 if _failures.is_passing(error):
                     raise
@@ -148,20 +148,6 @@ class ObstoreStore(ClientStore):
             return True
 
         return self.call(f"copying {source_key!r} to {key!r}", copy)
-
-    def _server_honours_copies(self) -> bool:
-        """Test two probe objects. Ceph 16 refuses every conditional copy."""
-        probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
-        target = f"{probe}-copy"
-        self.put(probe, [b"1"])
-        try:
-            self._copy(probe, target, overwrite=False)
-            return not self._copy(probe, target, overwrite=False)
-        except StorageError:
-            return False
-        finally:
-            with contextlib.suppress(StorageError):
-                self.delete([probe, target])
 
     def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
         if not (isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _zip_format as records
 from zarrckpt._store._archive import ArchivePart, Places
@@ -81,7 +81,7 @@ class ZipStore(Store):
 
     @property
     def max_concurrency(self) -> int:
-        # A streamed archive is written in one order.
+        # The entries of a streamed archive have the order of the calls.
         return 1 if isinstance(self._archive, StreamedArchive) else self._parent.max_concurrency
 
     @max_concurrency.setter
@@ -140,7 +140,7 @@ class ZipStore(Store):
         if key != ROOT:
             return self._parent.get_versioned(self._beside(key))
         # Read first, so that it is never newer than the data.
-        version = None if isinstance(self._parent, LocalStore) else self._parent.version(self._name)
+        version = None if self.is_local else self._parent.version(self._name)
         try:
             data = self.get(key)
         except CorruptCheckpointError:
@@ -241,25 +241,23 @@ class ZipStore(Store):
     # -- writes
 
     def begin_part(self, save_id: str, places: Places) -> None:
-        folder = self._beside(f"{GROUP}/{save_id}")
-        self._places = places
         if isinstance(self._archive, StreamedArchive):
             self._part = self._archive
-            self._part.refuse_size(sum(place.size for place in places.values()))
-        else:
-            self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
+            return self._archive.refuse_size(sum(place.size for place in places.values()))
+        folder = self._beside(f"{GROUP}/{save_id}")
+        self._places = places
+        self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
 
     def end_part(self) -> ArchivePart | None:
-        assert self._part is not None
-        return self._part.end()
+        return self._part.end() if isinstance(self._part, LocalPart) else None
 
     def close_part(self) -> None:
         if self._part is not None:
             self._part.close()
 
     def add_parts(self, parts: Sequence[ArchivePart]) -> None:
-        assert self._archive is not None
-        self._archive.add_parts(parts, self._places)
+        if isinstance(self._archive, LocalArchive):
+            self._archive.add_parts(parts, self._places)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         if _is_beside(key):
@@ -272,7 +270,7 @@ class ZipStore(Store):
                     self._archive = StreamedArchive(self._parent, self._name, f"{folder}/{_ARCHIVE}")
                 else:
                     self._archive = LocalArchive(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
-        elif key in self._places:
+        elif key in self._places or isinstance(self._archive, StreamedArchive):
             self.put_parts(key, lambda: [buffers])
         else:
             assert self._archive is not None
@@ -287,7 +285,7 @@ class ZipStore(Store):
             return  # Each attempt has an archive of its own, so none needs a claim.
         if key != ROOT:
             return self._parent.create(self._beside(key), data)
-        self._finish(data, lambda archive: archive.commit_new(self._name), replacing=False)
+        self._finish(data, None, lambda archive, path: archive.commit_new(path))
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         if key != ROOT:
@@ -299,26 +297,23 @@ class ZipStore(Store):
             except ObjectNotFoundError:
                 return False
 
-        self._finish(data, lambda archive: archive.commit_over(self._name, version, is_expected), replacing=True)
+        self._finish(data, version, lambda archive, path: archive.commit_over(path, is_expected))
 
-    def _finish(
-        self, root: bytes, commit: Callable[[LocalArchive | StreamedArchive], bool], *, replacing: bool
-    ) -> None:
+    def _finish(self, root: bytes, version: Any, commit: Callable[[LocalArchive, str], bool]) -> None:
         archive = self._archive
         assert archive is not None
-        archive.put(ROOT, root)
+        self.put(ROOT, [root])
         archive.finish()
-        # If the answer to the commit was lost, its repeat finds the archive of this save.
-        if not commit(archive) and not self._has_root(root):
-            raise _failures.conflict(ROOT, self.url, replacing=replacing)
+        if isinstance(archive, StreamedArchive):
+            done = archive.commit(version)
+        else:
+            done = commit(archive, self._local().path_of(self._name))
+        if not done:
+            raise _failures.conflict(ROOT, self.url, replacing=version is not None)
+        self._parent.sync([self._name])
         self._archive = None
         own = self._beside(f"{GROUP}/{self._save_id}")
         self._parent.delete([f"{own}/{_ARCHIVE}", f"{own}/{ROOT}"])
-
-    def _has_root(self, root: bytes) -> bool:
-        with suppress(CheckpointError):
-            return self.get(ROOT) == root
-        return False
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects beside the archive, and the archive if the root document is among them.

@@ -126,33 +126,6 @@ def _version(large: bool) -> int:
     return 45 if large else 20
 
 
-class ArchiveRecords:
-    """The entries of an archive that is being written, and the small objects at its end."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, ZipEntry] = {}
-        self._end = 0
-        self._small: dict[str, bytes] = {}
-
-    def _append(self, key: str, size: int, crc: int) -> tuple[bytes, ZipEntry]:
-        """Add an entry at the end of the archive. Return its header."""
-        entry = ZipEntry(crc, size, self._end, data_offset(key, size, self._end))
-        self._entries[key], self._end = entry, entry.data_offset + size
-        return encode_header(key, entry), entry
-
-    def put(self, key: str, data: bytes) -> None:
-        """Keep a small object until the end of the archive is written."""
-        self._small[key] = data
-
-    def _encode_rest(self) -> list[bytes]:
-        """Return the entries of the small objects, in the order of their keys, and the central directory."""
-        written: list[bytes] = []
-        # The root document is the last one, so that one read of the end of the file often contains it.
-        for key, data in sorted(self._small.items(), key=lambda item: (item[0] == ROOT, item[0])):
-            written += [self._append(key, len(data), add_crc32([data]))[0], data]
-        return [*written, encode_directory(self._entries, self._end)]
-
-
 def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
     """Return the position of the central directory. ``tail`` has the last bytes of a file of ``file_bytes``."""
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size):

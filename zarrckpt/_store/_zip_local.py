@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from zarrckpt._store import _zip_format as records
 from zarrckpt._store._archive import ArchivePart, Places
 from zarrckpt._store._base import Buffer, byte_views
 from zarrckpt._store._local import LocalStore, disk_threads
-from zarrckpt._store._zip_format import ZipEntry
+from zarrckpt._store._zip_format import ROOT, ZipEntry
 
 _SYNC_BYTES = 64 << 20
 """Number of written bytes after which a sync of the file begins, so that the disk works during the save."""
@@ -123,14 +123,16 @@ class LocalPart:
                 os.close(file)
 
 
-class LocalArchive(records.ArchiveRecords):
+class LocalArchive:
     """A new archive on the coordinator, from its creation to its commit."""
 
     def __init__(self, parent: LocalStore, archive: str, scratch: str) -> None:
-        super().__init__()
         self._parent = parent
         self._path = parent.path_of(archive)
         self._scratch = scratch
+        self._entries: dict[str, ZipEntry] = {}
+        self._end = 0
+        self._small: dict[str, bytes] = {}
         parent.call(f"creating {self._path!r}", lambda: os.close(files.open_new(self._path)))
 
     def add_parts(self, parts: Sequence[ArchivePart], places: Places) -> None:
@@ -172,9 +174,23 @@ class LocalArchive(records.ArchiveRecords):
         for path in sources:
             os.unlink(path)
 
+    def _append(self, key: str, size: int, crc: int) -> tuple[bytes, ZipEntry]:
+        """Add an entry at the end of the archive. Return its header."""
+        entry = ZipEntry(crc, size, self._end, records.data_offset(key, size, self._end))
+        self._entries[key], self._end = entry, entry.data_offset + size
+        return records.encode_header(key, entry), entry
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep a small object until :meth:`finish`."""
+        self._small[key] = data
+
     def finish(self) -> None:
         """Write the small objects, in the order of their keys, and the central directory. Sync the file."""
-        begin, written = self._end, self._encode_rest()
+        begin, written = self._end, []
+        # The root document is the last one, so that one read of the end of the file often contains it.
+        for key, data in sorted(self._small.items(), key=lambda item: (item[0] == ROOT, item[0])):
+            written += [self._append(key, len(data), records.add_crc32([data]))[0], data]
+        written.append(records.encode_directory(self._entries, self._end))
 
         def write() -> None:
             with files.closed_after(os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)) as file:
@@ -184,9 +200,8 @@ class LocalArchive(records.ArchiveRecords):
 
         self._parent.call(f"writing {self._path!r}", write)
 
-    def commit_new(self, name: str) -> bool:
+    def commit_new(self, path: str) -> bool:
         """Give the archive its name. Return False if a file of this name exists."""
-        path = self._parent.path_of(name)
 
         def link() -> bool:
             with files.locked(path):
@@ -197,11 +212,10 @@ class LocalArchive(records.ArchiveRecords):
                     return os.path.samefile(self._path, path)
             return True
 
-        return self._named(name, self._parent.call(f"creating {path!r}", link))
+        return self._parent.call(f"creating {path!r}", link)
 
-    def commit_over(self, name: str, version: Any, is_expected: Callable[[], bool]) -> bool:
+    def commit_over(self, path: str, is_expected: Callable[[], bool]) -> bool:
         """Replace the file of this name. Return False if it is not the expected one."""
-        path = self._parent.path_of(name)
 
         def replace() -> bool:
             with files.locked(path):
@@ -210,13 +224,7 @@ class LocalArchive(records.ArchiveRecords):
                 os.replace(self._path, path)
             return True
 
-        return self._named(name, self._parent.call(f"replacing {path!r}", replace))
-
-    def _named(self, name: str, done: bool) -> bool:
-        """Sync the folder if the archive has its name."""
-        if done and self._parent.durable:
-            self._parent.sync_folders([name])
-        return done
+        return self._parent.call(f"replacing {path!r}", replace)
 
 
 def _write_groups(
