@@ -66,7 +66,12 @@ class Request:
     @property
     def kind(self) -> str:
         """The kind of the request, see :func:`kind_of`. A put whose bytes are those of another object is a copy."""
-        return "copy" if "x-amz-copy-source" in self.headers else kind_of(self.method, self.query)
+        return "copy" if self.copy_source else kind_of(self.method, self.query)
+
+    @property
+    def copy_source(self) -> str:
+        """The bucket and the key of the object to copy, or ""."""
+        return unquote(self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source", "")).lstrip("/")
 
 
 def kind_of(method: str, query: Collection[str]) -> str:
@@ -466,7 +471,7 @@ class S3Server:
         return Answer(headers=_headers(stored))
 
     def _copy(self, request: Request) -> Answer:
-        source = self.store.get(unquote(request.headers["x-amz-copy-source"]).lstrip("/"))
+        source = self.store.get(request.copy_source)
         with self._lock:
             fails = self.faults.failed_copies > 0
             self.faults.failed_copies -= fails

@@ -134,8 +134,8 @@ class ObstoreStore(ClientStore):
         return _MAX_PUT_BYTES if usable else 0
 
     def open_upload(self, key: str) -> Any:
-        options = {"buffer_size": _PART, "max_concurrency": _PARTS_AT_ONCE}
-        return obstore.open_writer(self._bucket.persistent, self.name(key), **options)
+        client, name = self._bucket.persistent, self.name(key)
+        return obstore.open_writer(client, name, buffer_size=_PART, max_concurrency=_PARTS_AT_ONCE)
 
     def copy_new(self, source_key: str, key: str) -> bool:
         def copy() -> bool:
