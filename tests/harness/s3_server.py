@@ -66,7 +66,12 @@ class Request:
     @property
     def kind(self) -> str:
         """The kind of the request, see :func:`kind_of`. A put whose bytes are those of another object is a copy."""
-        return "copy" if "x-amz-copy-source" in self.headers else kind_of(self.method, self.query)
+        return "copy" if self.copy_source else kind_of(self.method, self.query)
+
+    @property
+    def copy_source(self) -> str:
+        """The bucket and the key of the object to copy, or ""."""
+        return unquote(self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source", "")).lstrip("/")
 
 
 def kind_of(method: str, query: Collection[str]) -> str:
@@ -466,14 +471,18 @@ class S3Server:
         return Answer(headers=_headers(stored))
 
     def _copy(self, request: Request) -> Answer:
-        source = self.store.get(unquote(request.headers["x-amz-copy-source"]).lstrip("/"))
+        source = self.store.get(request.copy_source)
         with self._lock:
             fails = self.faults.failed_copies > 0
             self.faults.failed_copies -= fails
         if fails:
             return xml("<Error><Code>InternalError</Code><Message>InternalError</Message></Error>")
         views = source.views(0, source.size // 2 if self.faults.cut_copies else source.size)
-        copied = self.store.put(request.path, tuple(views))
+        if "partNumber" in request.query:
+            body = memoryview(b"".join(views))
+            part = self.store.put_part(request.query["uploadId"], int(request.query["partNumber"]), body)
+            return xml(f"<CopyPartResult><ETag>{part.e_tag}</ETag></CopyPartResult>")
+        copied = self.store.put(request.path, tuple(views), **self._conditions(request))
         time_stored = f"<LastModified>{_iso(copied)}</LastModified>"
         return xml(f"<CopyObjectResult><ETag>{copied.e_tag}</ETag>{time_stored}</CopyObjectResult>")
 

@@ -169,6 +169,11 @@ class RankSave:
         Raises CheckpointExistsError, ForeignObjectsError.
         """
         run_id = ""
+        if self._store.is_archive and not self._store.is_local and layout.world_size > 1:
+            raise StorageError(
+                f"{self._store.url} cannot be written by {layout.world_size} ranks: only one process can write an "
+                "archive to this store. Save to a folder: a url without .zarr.zip"
+            )
         if self.request.run is not None:
             self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()

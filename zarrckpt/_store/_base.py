@@ -220,6 +220,10 @@ class Store(abc.ABC):
         data = self.get(key)
         return VersionedObject(data, version_of(data))
 
+    def version(self, key: str) -> Any:
+        """Return an object's version. One request, which reads the object if the store has no e-tags."""
+        return self.get_versioned(key).version
+
     @abc.abstractmethod
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (writable, format "B") with the object's bytes from ``byte_offset`` on.

@@ -65,6 +65,13 @@ class ClientStore(ConditionalStore):
     def delete_named(self, name: str) -> None:
         """Delete an object. An absent one is no error."""
 
+    max_upload_bytes = 0
+    """Maximum size in bytes of an object that is uploaded while it is made. 0 if the store has no such uploads.
+
+    Otherwise the store has ``open_upload(key)``, which returns a writer whose errors are the client's, and
+    ``copy_new(source_key, key)``, which returns False if an object has the new key already.
+    """
+
     def failure(self, what: str, error: BaseException) -> StorageError:
         # The environment may hold new credentials since the store was opened.
         self.secrets = [*dict.fromkeys((*self.secrets, *secret_values({})))]

@@ -27,10 +27,12 @@ class NoConditionsError(StorageError):
 
 @dataclass
 class ConditionSupport:
-    """Whether a server honours each of the two conditions. None means that this is not known yet."""
+    """Whether a server honours each condition. None means that this is not known yet."""
 
     creates: bool | None = None
     matches: bool | None = None
+    copies: bool | None = None
+    """Whether it refuses to copy to an object that exists."""
 
 
 _known_support: dict[str, ConditionSupport] = {}

@@ -8,6 +8,7 @@ requests except puts are repeated for about a second, and their answer may take 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -65,12 +66,15 @@ class ObstoreStore(ClientStore):
     def get_versioned(self, key: str) -> VersionedObject:
         def fetch(store: Any) -> VersionedObject:
             answer = obstore.get(store, self.name(key))
-            # obstore refuses None as a part of the version.
-            version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
+            version = _version_in(answer.meta)
             data = _take_whole(answer, key, MAX_WHOLE_BYTES)
             return VersionedObject(data, version or version_of(data))
 
         return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
+
+    def version(self, key: str) -> Any:
+        found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
+        return _version_in(found)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
         options: Any = {"range": (start, end)}
@@ -113,6 +117,37 @@ class ObstoreStore(ClientStore):
                 raise
             # The reason is lost. A put with one request succeeds, or its error contains the reason.
             self._put(key, views, client="unrepeated", use_multipart=False)
+
+    @property
+    def max_upload_bytes(self) -> int:  # type: ignore[override]
+        if self._conditions.copies is None:
+            probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
+            self.put(probe, [b"1"])
+            try:
+                self._conditions.copies = self.copy_new(probe, f"{probe}-2") and not self.copy_new(probe, f"{probe}-2")
+            except StorageError:
+                self._conditions.copies = False  # Ceph 16 refuses every conditional copy.
+            with contextlib.suppress(StorageError):
+                self.delete([probe, f"{probe}-2"])
+        # Conditional copies lose the options of puts.
+        usable = self._conditions.copies and self._bucket.copies_at_once and not self._client.put_options
+        return _MAX_PUT_BYTES if usable else 0
+
+    def open_upload(self, key: str) -> Any:
+        client, name = self._bucket.persistent, self.name(key)
+        return obstore.open_writer(client, name, buffer_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+
+    def copy_new(self, source_key: str, key: str) -> bool:
+        def copy() -> bool:
+            try:
+                obstore.copy(self._bucket.store, self.name(source_key), self.name(key), overwrite=False)
+            except client_errors.AlreadyExistsError as error:
+                if _failures.is_passing(error):
+                    raise
+                return False
+            return True
+
+        return self.call(f"copying {source_key!r} to {key!r}", copy)
 
     def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
         if not (isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy):
@@ -261,6 +296,11 @@ class ObstoreStore(ClientStore):
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._bucket.ask, request), key)
+
+
+def _version_in(meta: Any) -> dict[str, Any]:
+    # obstore refuses None as a part of the version.
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
 
 
 def _take_whole(answer: Any, name: str, max_bytes: int) -> bytes:

@@ -223,7 +223,7 @@ class Client:
     prefix: str
     """The prefix of all keys, without "/" at either end."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
-    conditions: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True))
+    conditions: ConditionSupport = field(default_factory=lambda: ConditionSupport(True, True, True))
     """The server's support of conditional puts, as far as it is known."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
@@ -271,7 +271,7 @@ def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: S
     make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
     if parsed.kind != "s3":
         return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
-    conditions = ConditionSupport(True, True) if _options.is_amazon(out) else support_of(server)
+    conditions = ConditionSupport(True, True, True) if _options.is_amazon(out) else support_of(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     bucket = _shared_bucket(parsed, out, make)
     return Client(bucket, parsed.path, out.put, conditions, bulk, known, out.fixed_credentials)

@@ -310,6 +310,7 @@ def _complete_s3(out: ClientArguments, bucket: str, profile: str | None) -> None
     elif profile is not None or not (out.credential_provider or anonymous or _obstore_finds_credentials(config)):
         out.credential_provider = _aws.find_credentials(profile)
     found = _aws.find_settings(profile, config.get("region"), config.pop("endpoint", None))
+    config.setdefault("copy_if_not_exists", os.environ.get("AWS_COPY_IF_NOT_EXISTS") or "multipart")
     if found.region:
         config["region"] = found.region
     if found.virtual_hosts and "." not in bucket and not os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"):

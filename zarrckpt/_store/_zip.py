@@ -26,9 +26,11 @@ from zarrckpt._store._base import (
     byte_views,
     version_of,
 )
+from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
+from zarrckpt._store._zip_streamed import StreamedArchive
 
 _TAIL_BYTES = 256 << 10
 """Size of the first read of an archive. The end of a small one has its directory and root document."""
@@ -72,14 +74,15 @@ class ZipStore(Store):
         self._name = name
         self._index: _Index | None = None
         self._places: Places = {}
-        self._part: LocalPart | None = None
-        self._archive: LocalArchive | None = None
+        self._part: LocalPart | StreamedArchive | None = None
+        self._archive: LocalArchive | StreamedArchive | None = None
         self._save_id = ""
         """The id of the attempt whose archive this process creates."""
 
     @property
     def max_concurrency(self) -> int:
-        return self._parent.max_concurrency
+        # The entries of a streamed archive have the order of the calls.
+        return 1 if isinstance(self._archive, StreamedArchive) else self._parent.max_concurrency
 
     @max_concurrency.setter
     def max_concurrency(self, number: int) -> None:
@@ -87,7 +90,7 @@ class ZipStore(Store):
 
     def useful_concurrency(self) -> int:
         self._parent.beside_training = self.beside_training
-        return self._parent.useful_concurrency()
+        return min(self.max_concurrency, self._parent.useful_concurrency())
 
     def hint(self, error: BaseException) -> str:
         return self._parent.hint(error)
@@ -133,7 +136,9 @@ class ZipStore(Store):
     def get_versioned(self, key: str) -> VersionedObject:
         if key != ROOT:
             return self._parent.get_versioned(self._beside(key))
-        self._parent.refuse_broken_link(self._name)
+    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
+        if isinstance(self._archive, LocalArchive):
+            self._archive.add_parts(parts, self._places, keys)
         try:
             data = self.get(key)
         except (CorruptCheckpointError, ObjectNotFoundError):
@@ -146,7 +151,7 @@ class ZipStore(Store):
                     f"{self.url} is a file or a folder that no zarrckpt save wrote. Nothing was changed. Save to "
                     "another path, or delete it"
                 ) from None
-        return VersionedObject(data, version_of(data))
+        return VersionedObject(data, version or version_of(data))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         with self.reader(key) as read:
@@ -237,31 +242,34 @@ class ZipStore(Store):
     # -- writes
 
     def begin_archive(self, save_id: str, planned_bytes: int) -> None:
-        folder = self._beside(f"{GROUP}/{save_id}")
-        paths = (f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
-        self._archive, self._save_id = LocalArchive(self._local(), *paths, planned_bytes), save_id
+        folder, self._save_id = self._beside(f"{GROUP}/{save_id}"), save_id
+        if isinstance(self._parent, ClientStore):
+            self._archive = StreamedArchive(self._parent, self._name, f"{folder}/{_ARCHIVE}")
+        else:
+            paths = (f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
+            self._archive = LocalArchive(self._local(), *paths, planned_bytes)
 
     def begin_part(self, save_id: str, places: Places) -> None:
+        if isinstance(self._archive, StreamedArchive):
+            self._part = self._archive
+            return self._archive.refuse_size(sum(place.size for place in places.values()))
         folder = self._beside(f"{GROUP}/{save_id}")
         self._places = places
         self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
 
     def end_part(self) -> ArchivePart | None:
-        assert self._part is not None
-        return self._part.end()
+        return self._part.end() if isinstance(self._part, LocalPart) else None
 
     def close_part(self) -> None:
         if self._part is not None:
             self._part.close()
 
-    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
-        assert self._archive is not None
-        self._archive.add_parts(parts, self._places, keys)
+        elif key in self._places or isinstance(self._archive, StreamedArchive):
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         if _is_beside(key):
             self._parent.put(self._beside(key), buffers)
-        elif key in self._places:
+        self._finish(data, None, lambda archive: archive.commit_new(self._name))
             self.put_parts(key, lambda: [buffers])
         else:
             assert self._archive is not None
@@ -276,7 +284,9 @@ class ZipStore(Store):
             return  # Each attempt has an archive of its own, so none needs a claim.
         if key != ROOT:
             return self._parent.create(self._beside(key), data)
-        self._finish(data, lambda archive: archive.commit_new(self._name), replacing=False)
+        self._finish(data, version, lambda archive: archive.commit_over(self._name, is_expected))
+
+    def _finish(self, root: bytes, version: Any, commit: Callable[[LocalArchive], bool]) -> None:
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         if key != ROOT:
@@ -288,16 +298,27 @@ class ZipStore(Store):
             except ObjectNotFoundError:
                 return False
 
-        self._finish(data, lambda archive: archive.commit_over(self._name, is_expected), replacing=True)
-
-    def _finish(self, root: bytes, commit: Callable[[LocalArchive], bool], *, replacing: bool) -> None:
+        if not (archive.commit(version) if isinstance(archive, StreamedArchive) else commit(archive)):
+            # If the answer to the commit was lost, its repeat finds the archive of this save.
+            committed = False
+            with suppress(StorageError, CorruptCheckpointError):
+                committed = self.get(ROOT) == root
+            if not committed:
+                raise _failures.conflict(ROOT, self.url, replacing=version is not None)
+        self._archive, self._places = None, {}
         archive = self._archive
         assert archive is not None
-        archive.put(ROOT, root)
+        self.put(ROOT, [root])
         archive.finish()
-        if not commit(archive):
-            raise _failures.conflict(ROOT, self.url, replacing=replacing)
-        self._archive, self._places = None, {}
+        """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
+        # Beside the archive are files of other checkpoints, and its entries are no folders.
+        names = [folder for folder in folders if _is_beside(f"{folder}/")]
+        for name in filter(_ATTEMPT.fullmatch, names):
+            if name == f"{GROUP}/{self._save_id}":
+                self.close_part()
+            found = [info.key for info in self._parent.list(self._beside(name))]
+            self._parent.delete([key for key in found if not key.endswith(ROOT)])
+        self._parent.sweep(map(self._beside, names))
         own = self._beside(f"{GROUP}/{self._save_id}")
         # The marker is the last one, so that the next clean-up can continue after a crash.
         self._parent.delete([f"{own}/{_ARCHIVE}"])
@@ -312,6 +333,7 @@ class ZipStore(Store):
             self._parent.delete(names)
 
     def sweep(self, folders: Iterable[str]) -> None:
+<<<<<<< HEAD
         """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
         # Beside the archive are files of other checkpoints, and its entries are no folders.
         names = [folder for folder in folders if _is_beside(f"{folder}/")]
@@ -319,13 +341,27 @@ class ZipStore(Store):
             found = [info.key for info in self._parent.list(self._beside(name))]
             self._parent.delete([key for key in found if not key.endswith(ROOT)])
         self._parent.sweep(map(self._beside, names))
+=======
+        """Delete the unfinished archives and the scratch files of attempts, and what the parent deletes."""
+        for folder in folders:
+            if _MARKER_KEY.fullmatch(f"{folder}/{ROOT}") is None:
+                continue
+            if folder == f"{GROUP}/{self._save_id}":
+                self.close_part()
+            beside = self._beside(folder)
+            found = [info.key for info in self._parent.list(beside)]
+            names = [key for key in found if key.removeprefix(f"{beside}/").startswith((_ARCHIVE, _SCRATCH))]
+            if names:
+                self._parent.delete(names)
+            self._parent.sweep([beside])
+>>>>>>> zip-remote
 
     def sync(self, keys: Iterable[str]) -> None:
         self._parent.sync(self._names(keys))
 
     def _local(self) -> LocalStore:
         if not isinstance(self._parent, LocalStore):
-            raise StorageError(f"{self.url} cannot be written: an archive in an object store is written by one process")
+            raise StorageError(f"{self.url} cannot be written: {type(self._parent).__name__} takes no archives")
         return self._parent
 
     def _names(self, keys: Iterable[str]) -> Sequence[str]:

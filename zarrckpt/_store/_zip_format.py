@@ -142,6 +142,8 @@ def _version(large: bool) -> int:
 def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
     """Return the position of the central directory. ``tail`` has the last bytes of a file of ``file_bytes``."""
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size):
+        if tail.rstrip().lower().endswith(b"</html>"):
+            raise damage(url, "it is a web page. Check the url, and whether the server needs a login")
         raise damage(url, "its last 22 bytes are no end record of a ZIP archive: it was cut, or bytes were appended")
     disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])[1:]
     end = _END.size
