@@ -179,15 +179,11 @@ def _delete_named(
 
 
 def _list_named(store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker]) -> list[str]:
-    """Return the stored keys below ``tops`` that a marker names but ``spared`` does not, and its attempt's tables.
-
-    Also the keys of the attempt's unfinished archive.
-    """
+    """Return the stored keys below ``tops`` that a marker names but ``spared`` does not, and its attempt's tables."""
     # Parallel, because a flat state has a folder for each entry.
     reads = (partial(_list_named_below, store, marker, top, spared) for top in sorted(tops))
     keys = [key for listing in run_jobs(reads, store.max_concurrency) for key in listing]
-    own = (info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}"))
-    return keys + [key for key in own if is_table_key(key) or (store.is_archive and key != marker_key(marker.save_id))]
+    return keys + [info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}") if is_table_key(info.key)]
 
 
 def _list_named_below(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:

@@ -18,7 +18,7 @@ from zarrckpt._runs.folders import name_of
 from zarrckpt._runs.keep import checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._save.background import SaveFuture, save_in_background, wait_unreported
-from zarrckpt._save.request import SaveRequest, refuse_reuse
+from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
@@ -172,7 +172,11 @@ def _suffix_of(format: Format, spec: StoreSpec, options: SaveOptions, ranks: Ran
         raise ValueError(f"a run needs a folder, but {spec.url!r} is the url of an archive: pass another url")
     if format == "folder":
         return ""
-    refuse_reuse(options)
+    if options.reuse == "on":
+        raise ValueError(
+            "reuse='on' cannot be used with format='zip', because only whole files and objects can be reused: pass "
+            "reuse='auto' or format='folder'"
+        )
     if ranks.size > 1 and not spec.open().is_local:
         raise StorageError(
             f"{spec.url}: in an object store, an archive is written by one process, but {ranks.size} ranks save. Use "

@@ -46,15 +46,6 @@ class Run(Protocol):
         """
 
 
-def refuse_reuse(options: SaveOptions) -> None:
-    """Raise ValueError if the options of a save to an archive request that it reuses chunks."""
-    if options.reuse == "on":
-        raise ValueError(
-            "reuse='on' cannot be used with an archive (zip), because chunks are reused as whole files and objects: "
-            "save to a folder, or pass reuse='auto'"
-        )
-
-
 @dataclass(frozen=True)
 class SaveRequest:
     """The target and the options of a save. It is pickled without clients and secrets."""
@@ -67,10 +58,6 @@ class SaveRequest:
     run: Run | None = None
     base: StoreSpec | None = None
     """The checkpoint whose chunks the caller wants to reuse."""
-
-    def __post_init__(self) -> None:
-        if self.spec.is_archive:
-            refuse_reuse(self.options)
 
     @property
     def digested(self) -> bool:
