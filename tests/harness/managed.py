@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 import zarrckpt
@@ -24,13 +22,7 @@ OPTIONS = zarrckpt.SaveOptions(max_chunk_bytes=SAVING.max_chunk_bytes, concurren
 
 
 saved_format: Any = "folder"
-"""The format of managers' checkpoints, see :func:`each_format`."""
-
-
-@pytest.fixture(params=["folder", "zip"])
-def each_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test once with folders and once with archives."""
-    monkeypatch.setattr(sys.modules[__name__], "saved_format", request.param)
+"""The format of managers' checkpoints. Tests that use the fixture ``each_format`` run with each of both."""
 
 
 def manager(url: Any, **arguments: Any) -> zarrckpt.CheckpointManager:

@@ -28,7 +28,6 @@ from harness.managed import (
     RUN,
     damage_chunk,
     damage_root,
-    each_format,
     folders,
     manager,
     name,
