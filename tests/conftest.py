@@ -69,6 +69,12 @@ def ceph_bucket(ceph_endpoint: str) -> S3Place:
     return store_servers.new_bucket(ceph_endpoint)
 
 
+@pytest.fixture(params=["folder", "zip"])
+def each_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test of ``CheckpointManager`` once with folders and once with archives."""
+    monkeypatch.setattr("harness.managed.saved_format", request.param)
+
+
 @pytest.fixture
 def s3_stub() -> Iterator[S3Server]:
     """A small S3 server in this process whose faults the test chooses (``s3_stub.faults``)."""

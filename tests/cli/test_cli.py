@@ -85,6 +85,36 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
     ]
 
 
+def test_commands_take_archives_as_they_take_folders(saved: Path, tmp_path: Path) -> None:
+    archive, copied = tmp_path / "two.zarr.zip", tmp_path / "three.zarr.zip"
+    zarrckpt.save(STATE, archive)
+    for command, *words in (("ls", "model"), ("tree",), ("cat", "model.w", "0:2"), ("stats",)):
+        one, two = (run(command, url, *words) for url in (saved, archive))
+        assert (one.exit_code, one.stdout.replace("one", "two.zarr.zip")) == (two.exit_code, two.stdout) and one.stdout
+    assert as_json("info", archive)["nbytes"] == as_json("info", saved)["nbytes"]
+    assert (
+        run("verify", archive).exit_code
+        == run("doctor", archive).exit_code
+        == run("diff", saved, archive).exit_code
+        == 0
+    )
+    assert run("report", archive, saved, "-o", tmp_path / "page.html").exit_code == 0
+    assert run("export", archive, tmp_path / "two.safetensors", "model").exit_code == 0
+    assert run("import", tmp_path / "two.safetensors", tmp_path / "imported.zarr.zip").exit_code == 0
+    assert run("cp", archive, tmp_path / "three").exit_code == run("cp", tmp_path / "three", copied).exit_code == 0
+    sizes = {row["name"]: row["nbytes"] for row in as_json("ls", tmp_path)}
+    assert sizes.keys() == {"one", "two.zarr.zip", "three", "three.zarr.zip", "imported.zarr.zip"}
+    assert (
+        sizes["two.zarr.zip"] == sizes["three.zarr.zip"] == sizes["one"]
+        and "nothing to delete" in run("recover", tmp_path).stdout
+    )
+    assert run("rm", archive, copied, "--yes").exit_code == 0 and not archive.exists() and not copied.exists()
+    assert (
+        "one.zarr.zip" in run("ls", tmp_path / "one.zarr.zip").stderr
+        and "inside an archive" in run("ls", archive / "model").stderr
+    )
+
+
 def test_ls_of_a_run_shows_the_rule_that_keeps_each_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     keep = zarrckpt.Keep(newest=2, best=1, metric="val_loss", every_steps=3)

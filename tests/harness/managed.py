@@ -14,25 +14,32 @@ import torch
 import zarrckpt
 from harness.crashes import SAVING, Place, held, state
 from harness.internals import Store, StoreSpec
+from zarrckpt._store._zip import ZipStore
 from zarrckpt.testing import STOP, STOP_AFTER, Call, Fault, FaultyStore
 
 RUN = "@run/zarr.json"
 OPTIONS = zarrckpt.SaveOptions(max_chunk_bytes=SAVING.max_chunk_bytes, concurrency=1, durable=False)
 
 
+saved_format: Any = "folder"
+"""The format of managers' checkpoints. Tests that use the fixture ``each_format`` run with each of both."""
+
+
 def manager(url: Any, **arguments: Any) -> zarrckpt.CheckpointManager:
     """Return a manager that by default handles no signal, saves in the foreground, and syncs nothing."""
-    return zarrckpt.CheckpointManager(url, **{"signals": (), "background": False, "options": OPTIONS, **arguments})
+    defaults = {"signals": (), "background": False, "options": OPTIONS, "format": saved_format}
+    return zarrckpt.CheckpointManager(url, **{**defaults, **arguments})
 
 
 def name(step: int) -> str:
-    """Return the name of a step's folder."""
-    return f"step-{step:08d}"
+    """Return the name of a step's folder or archive."""
+    return f"step-{step:08d}" + (".zarr.zip" if saved_format == "zip" else "")
 
 
 def folders(run: Path) -> set[str]:
-    """Return the names in a run's folder, except its document's."""
-    return {path.name for path in run.iterdir()} - {"@run"}
+    """Return the names of the checkpoints and of unfinished saves in a run's folder."""
+    # "@" and the name of an archive is the folder of its pins and of unfinished saves to it.
+    return {path.name.removeprefix("@") for path in run.iterdir()} - {"run"}
 
 
 def restored(run: zarrckpt.CheckpointManager, **arguments: Any) -> int | None:
@@ -51,29 +58,47 @@ def restored(run: zarrckpt.CheckpointManager, **arguments: Any) -> int | None:
 
 def sound(run: Path) -> list[int]:
     """Return the steps of a run's folders in which every byte is as saved, without use of the manager."""
-    found = [(int(folder.removeprefix("step-")), held(Place(str(run / folder)))) for folder in folders(run)]
+    steps = {name: int(name.removeprefix("step-").removesuffix(".zarr.zip")) for name in folders(run)}
+    found = [(step, held(Place(str(run / name)))) for name, step in steps.items()]
     assert all(value in (None, step) for step, value in found)
     return sorted(step for step, value in found if value is not None)
 
 
 def damage_root(folder: Path) -> None:
     """Cut the root document."""
-    data = (folder / "zarr.json").read_bytes()
-    (folder / "zarr.json").write_bytes(data[: len(data) // 2])
+    path = folder if folder.is_file() else folder / "zarr.json"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
 
 
 def damage_chunk(folder: Path) -> None:
     """Flip a bit of a chunk of "w"."""
-    (chunk,) = folder.rglob("w/c.0.0")
-    data = bytearray(chunk.read_bytes())
-    data[5] ^= 1
-    chunk.write_bytes(data)
+    path = folder if folder.is_file() else next(folder.rglob("w/c.0.0"))
+    data = bytearray(path.read_bytes())
+    # In an archive, the chunk begins at the first multiple of 64 bytes after its name.
+    place = (data.index(b"w/c.0.0") // 64 + 1) * 64 if folder.is_file() else 0
+    data[place + 5] ^= 1
+    path.write_bytes(data)
 
 
 def run_id(folder: Path) -> str:
     """Return the id of the run in a checkpoint's metadata."""
     found: str = zarrckpt.open(folder).metadata["zarrckpt.run"]["id"]
     return found
+
+
+class FaultyArchive(FaultyStore):
+    """A FaultyStore of an archive. Writes of entries at their places are not counted."""
+
+    is_archive = True
+
+
+def _forward(verb: str) -> Callable[..., Any]:
+    return lambda store, *arguments: getattr(store._inner, verb)(*arguments)
+
+
+for verb in ("begin_archive", "begin_part", "end_part", "close_part", "add_parts"):
+    setattr(FaultyArchive, verb, _forward(verb))
 
 
 class Watched:
@@ -109,7 +134,7 @@ class Watched:
             self._stopped |= fault in (STOP, STOP_AFTER)
             return fault
 
-        watched = FaultyStore(store, ask)
+        watched = (FaultyArchive if store.is_archive else FaultyStore)(store, ask)
         watched.max_concurrency = 1
         return watched
 
@@ -122,6 +147,8 @@ def watched(url: Any) -> Iterator[Watched]:
     def made(spec: StoreSpec) -> Store:
         store = make(spec)
         # A ready store is already watched.
+        if isinstance(store, ZipStore):  # Only one of the archive and its folder is watched.
+            store._parent = getattr(store._parent, "_inner", store._parent)
         return store if spec._store is not None or not store.url.startswith(watch.url) else watch.stand_before(store)
 
     with patch.object(StoreSpec, "_make", made):

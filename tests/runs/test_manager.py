@@ -115,7 +115,7 @@ def drawn_rules(chance: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_kept_is_what_a_model_says(seed: int, background: bool, tmp_path: Path) -> None:
-    """Random steps, metrics, rules and pins, over several jobs."""
+    """Random steps, metrics, rules and pins, over several jobs, and in half of the tests both formats."""
     chance = random.Random(seed)
     there: Known = {}
     pinned: set[int] = set()
@@ -124,7 +124,8 @@ def test_what_is_kept_is_what_a_model_says(seed: int, background: bool, tmp_path
         if chance.random() < 0.3:
             rules = drawn_rules(chance)
         every = chance.choice([1, 1, 3, 10])
-        job = manager(tmp_path, keep=Keep(**rules), save_every=every, background=background)
+        form = "zip" if seed > 2 and chance.random() < 0.5 else "folder"
+        job = manager(tmp_path, keep=Keep(**rules), save_every=every, background=background, format=form)
         last = restored(job)
         assert last == max(there, default=None)
         for step in sorted(there):
@@ -156,7 +157,7 @@ def test_what_is_kept_is_what_a_model_says(seed: int, background: bool, tmp_path
             there = {step: there[step] for step in survivors(there, rules, pinned)}
             pinned &= {*there}
         assert job.steps() == sorted(there), (seed, rules)
-        assert folders(tmp_path) == {name(step) for step in there}
+        assert {found.removesuffix(".zarr.zip") for found in folders(tmp_path)} == {name(step) for step in there}
     assert sound(tmp_path) == sorted(there)
 
 
@@ -168,6 +169,7 @@ def test_metrics_and_metadata_are_in_the_checkpoint(tmp_path: Path) -> None:
     assert found == {"step": 3, "loss": 0.5, "n": 4, "none": None, "who": "me"}
 
 
+@pytest.mark.usefixtures("each_format")
 def test_without_rules_all_but_failed_saves_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     with watched(tmp_path) as watch, manager(tmp_path) as job:
@@ -222,6 +224,7 @@ def test_the_greatest_step_is_the_newest_despite_clocks(tmp_path: Path, monkeypa
     assert zarrckpt.latest(tmp_path) == str(tmp_path / name(100))
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.parametrize(("mode", "at_best"), [("min", 30), ("max", 50)])
 def test_best_finds_the_best_finite_metric(tmp_path: Path, mode: Any, at_best: int) -> None:
     with pytest.warns(UserWarning, match="step-60"):
@@ -257,6 +260,7 @@ def test_step_names_without_padding_are_read(tmp_path: Path) -> None:
     assert folders(tmp_path) == {"step-9", "step-10", "step-100", name(101)}
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.filterwarnings("ignore:.*step:UserWarning")
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
 def test_damaged_checkpoints_are_skipped(damage: Callable[[Path], None], tmp_path: Path) -> None:
@@ -386,6 +390,7 @@ def test_the_url_of_a_checkpoint_is_refused_as_a_run(tmp_path: Path) -> None:
     assert zarrckpt.remove(tmp_path / "sound") > 0
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
 def test_an_intact_checkpoint_is_never_deleted_for_a_damaged_one(
     damage: Callable[[Path], None], tmp_path: Path
@@ -490,6 +495,7 @@ def test_a_stale_listing_loses_nothing(keep: Keep | None, tmp_path: Path, monkey
         assert restored(job) == 21
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.filterwarnings("ignore:.*step-00000020 is damaged and was skipped:UserWarning")
 def test_an_unfinished_save_is_not_restored(tmp_path: Path) -> None:
     saved(tmp_path, 10)
@@ -505,6 +511,7 @@ def test_an_unfinished_save_is_not_restored(tmp_path: Path) -> None:
     assert folders(tmp_path) == {name(20)} and sound(tmp_path) == [20]
 
 
+@pytest.mark.usefixtures("each_format")
 def test_a_given_step_is_restored(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     with manager(tmp_path, keep=Keep(newest=5)) as job:
@@ -523,6 +530,7 @@ def test_a_given_step_is_restored(tmp_path: Path) -> None:
     assert sound(tmp_path) == [10, 20, 30]
 
 
+@pytest.mark.usefixtures("each_format")
 def test_rewind_removes_later_steps(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, 40)
     gone: list[str] = []
@@ -541,6 +549,7 @@ def test_rewind_removes_later_steps(tmp_path: Path) -> None:
     assert folders(tmp_path) == {name(20), name(21)} and sound(tmp_path) == [20, 21]
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.parametrize("background", [False, True])
 def test_rewind_during_deletions_saves_later_steps_again(background: bool, tmp_path: Path) -> None:
     """The same manager goes back while it deletes. The steps after that are saved again."""
@@ -716,6 +725,7 @@ def test_a_run_on_s3(moto_bucket: S3Place) -> None:
 # -- owners of the run
 
 
+@pytest.mark.usefixtures("each_format")
 def test_a_replaced_job_cannot_save(tmp_path: Path) -> None:
     with manager(tmp_path, keep=Keep()) as old, manager(tmp_path, keep=Keep()) as new:
         old.restore(state(0))
@@ -731,6 +741,7 @@ def test_a_replaced_job_cannot_save(tmp_path: Path) -> None:
     assert sound(tmp_path) == [20]
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_takeover_before_the_commit_fails_the_save(background: bool, tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, background=background) as old, manager(tmp_path) as new:
@@ -752,6 +763,7 @@ def test_a_takeover_before_the_commit_fails_the_save(background: bool, tmp_path:
     assert sound(tmp_path) == [10]
 
 
+@pytest.mark.usefixtures("each_format")
 def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Between two deletions, and after one more commit. Then the old job no longer deletes."""
     saved(tmp_path, 10)
@@ -779,6 +791,7 @@ def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplo
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+@pytest.mark.usefixtures("each_format")
 def test_the_last_of_two_simultaneous_jobs_continues(tmp_path: Path) -> None:
     """Both read the same document: the job that puts last continues and detects the other."""
     saved(tmp_path, 10)
@@ -1292,6 +1305,7 @@ def test_at_most_two_expired_checkpoints_exist(before: int, pins: int, best: int
     assert folders(tmp_path) == {name(step) for step in survivors(there, rules, {*range(pins)})}
 
 
+@pytest.mark.usefixtures("each_format")
 def test_a_save_before_preemption_waits_for_no_deletion(tmp_path: Path) -> None:
     """Neither does the save that already waits when the signal arrives."""
     go_on = threading.Event()
@@ -1335,6 +1349,7 @@ def test_a_server_that_refuses_deletions(status: int, s3_stub: S3Server, caplog:
     assert zarrckpt.latest(place.url("run"), storage_options=place.storage_options) == place.url(f"run/{name(4)}")
 
 
+@pytest.mark.usefixtures("each_format")
 @pytest.mark.parametrize("keep", [None, Keep(newest=2), Keep(newest=1)])
 def test_a_commit_whose_answer_is_lost_succeeds(keep: Keep | None, tmp_path: Path) -> None:
     """The save raised an error, but its checkpoint exists, and counts."""
@@ -1369,6 +1384,7 @@ def test_a_full_disk_fails_only_one_save(small_disk: Path) -> None:
     assert folders(run) == {name(3)} and sound(run) == [3]
 
 
+@pytest.mark.usefixtures("each_format")
 def test_readers_of_a_deleted_checkpoint_get_an_error(tmp_path: Path) -> None:
     with manager(tmp_path, keep=Keep()) as job:
         job.save(1, state(1))

@@ -44,8 +44,9 @@ def _resumed(job: zarrckpt.CheckpointManager, wrote: int, **arguments: Any) -> i
     return step
 
 
-def _train(run: str, before: int | None, wrote: int, *steps: int) -> list[int | None]:
-    with manager(run, keep=Keep(newest=2, best=1, metric="loss"), background=True, save_every=10) as job:
+def _train(run: str, before: int | None, wrote: int, form: str, *steps: int) -> list[int | None]:
+    keep = Keep(newest=2, best=1, metric="loss")
+    with manager(run, keep=keep, background=True, save_every=10, format=form) as job:
         found = [_resumed(job, wrote)]
         assert found == [before]
         for step in steps:
@@ -56,14 +57,16 @@ def _train(run: str, before: int | None, wrote: int, *steps: int) -> list[int | 
 
 
 def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Each job chooses the format of its checkpoints."""
     run, before, wrote = str(tmp_path / "run"), None, 1
-    for size, steps in ((4, (10, 15, 20, 30)), (2, (40, 41)), (3, (50,)), (4, ())):
-        found = run_ranks(_train, run, before, wrote, *steps, world_size=size)
+    for size, steps, form in ((4, (10, 15, 20, 30), "zip"), (2, (40, 41), "folder"), (3, (50,), "zip"), (4, (), "zip")):
+        found = run_ranks(_train, run, before, wrote, form, *steps, world_size=size)
         assert found == [[before]] * size
         before, wrote = (max(step for step in steps if step % 10 == 0), size) if steps else (before, wrote)
         kept = {40: {10, 30, 40}, 30: {10, 20, 30}, 50: {10, 40, 50}}
-        assert folders(tmp_path / "run") == {name(step) for step in kept[before or 0]}
-    assert len({run_id(tmp_path / "run" / name(step)) for step in (10, 40, 50)}) == 1
+        names = {name(step) + ("" if step == 40 else ".zarr.zip") for step in kept[before or 0]}
+        assert folders(tmp_path / "run") == names
+    assert len({run_id(tmp_path / "run" / found) for found in names}) == 1
 
 
 def _fall_back(run: str) -> tuple[Any, ...]:
@@ -77,9 +80,9 @@ def _fall_back(run: str) -> tuple[Any, ...]:
 
 def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_ranks(_train, str(run), None, 1, 10, world_size=2)
-    run_ranks(_train, str(run), 10, 2, 20, world_size=2)
-    run_ranks(_train, str(run), 20, 2, 30, world_size=2)
+    run_ranks(_train, str(run), None, 1, "folder", 10, world_size=2)
+    run_ranks(_train, str(run), 10, 2, "folder", 20, world_size=2)
+    run_ranks(_train, str(run), 20, 2, "folder", 30, world_size=2)
     shutil.copytree(run / name(30), run / name(40))
     damage_root(run / name(40))
     # Damage the part of one rank only.
@@ -103,7 +106,7 @@ def _save_after_another_job(run: str) -> None:
 
 def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_ranks(_train, str(run), None, 1, 10, world_size=3)
+    run_ranks(_train, str(run), None, 1, "folder", 10, world_size=3)
     message = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
     assert str(run) in message and folders(run) == {name(10)}
     (run / name(10) / "zarr.json").rename(tmp_path / "aside")
@@ -145,7 +148,7 @@ def _count(run: str) -> tuple[str | None, list[Any], int | None, list[Any]]:
 
 
 def test_one_rank_lists_for_all(tmp_path: Path) -> None:
-    run_ranks(_train, str(tmp_path), None, 1, 10, world_size=2)
+    run_ranks(_train, str(tmp_path), None, 1, "folder", 10, world_size=2)
     found = run_ranks(_count, str(tmp_path), world_size=4)
     assert [(newest, step) for newest, _, step, _ in found] == [(str(tmp_path / name(10)), 10)] * 4
     assert [len(looked) for _, looked, _, _ in found] == [2, 0, 0, 0]

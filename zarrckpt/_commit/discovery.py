@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zarrckpt._commit.listings import list_below
+from zarrckpt._commit.listings import list_below, store_below
 from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._commit.stored_documents import is_stored, list_attempt_ids, parse_root_document, read_marker
 from zarrckpt._errors import (
@@ -24,6 +24,7 @@ from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root, parse_root
 from zarrckpt._format.sealed import is_tree
 from zarrckpt._jobs import run_jobs
+from zarrckpt._store._archive import SUFFIX
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -73,6 +74,7 @@ def _explain_absence(store: Store) -> str:
             return f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}"
         if not begun and (found := _describe_folder(store)):
             return f"{store.url} is no checkpoint. {found}. List them: zarrckpt ls {store.url}"
+        begun |= store.is_archive and bool(attempt_ids)
         markers = run_jobs((partial(read_marker, store, save_id) for save_id in attempt_ids), store.max_concurrency)
         ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
     except StorageError as err:
@@ -117,7 +119,8 @@ def find_checkpoints(
 
     Folders that cannot be read are included, see :attr:`CheckpointFolder.unreadable`. Only a failure of the listing
     itself is raised. With ``unfinished``, also return folders in which a save has begun but none has committed. One
-    request for each folder, and with ``unfinished`` another one for each folder without a root document.
+    request for each folder, and with ``unfinished`` another one for each folder without a root document. Archives count
+    as folders, and cost two or three requests.
     """
     names = list_below(store).folders if names is None else names
     return _read_folders(store, names, read_roots=True, unfinished=unfinished)
@@ -126,20 +129,21 @@ def find_checkpoints(
 def find_saves(store: Store, names: Iterable[str]) -> list[CheckpointFolder]:
     """Return those of the folders ``names`` in which saves have begun, or that cannot be read.
 
-    Does not read roots. One request for each folder.
+    Reads no roots but those of archives. One request for each folder.
     """
     return _read_folders(store, names, read_roots=False, unfinished=True)
 
 
 def _read_folders(store: Store, names: Iterable[str], *, read_roots: bool, unfinished: bool) -> list[CheckpointFolder]:
     def read(name: str) -> CheckpointFolder | None:
+        own, prefix = store_below(store, name)
         try:
-            if read_roots:
+            if read_roots or own.is_archive:
                 with suppress(ObjectNotFoundError):
-                    document = store.get(f"{name}/{NODE}")
+                    document = own.get(f"{prefix}{NODE}")
                     return CheckpointFolder(name, parse_root_document(document, join(store.url, name)))
             store.refuse_broken_link(name)
-            return CheckpointFolder(name) if unfinished and store.holds(f"{name}/{RESERVED_GROUP}") else None
+            return CheckpointFolder(name) if unfinished and own.holds(f"{prefix}{RESERVED_GROUP}") else None
         except ForeignObjectsError:
             return None
         except CheckpointError as err:
@@ -173,7 +177,7 @@ def find_newest(found: Iterable[CheckpointFolder]) -> CheckpointFolder | None:
 
 def number_in(name: str) -> int | None:
     """Return the last number in a folder's name, which is its step, or None if the name does not end with a number."""
-    match = _NUMBER.fullmatch(name)
+    match = _NUMBER.fullmatch(name.removesuffix(SUFFIX))
     return None if match is None else int(match[1])
 
 

@@ -8,6 +8,8 @@ from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._store import Store
+from zarrckpt._store._archive import is_archive_name
+from zarrckpt._store._zip import ZipStore
 
 RUN_KEY = f"{RUN_GROUP}/{NODE}"
 """The run's own document."""
@@ -21,7 +23,7 @@ class FolderListing:
     """The content of a folder that may have checkpoints, or be a checkpoint."""
 
     folders: list[str]
-    """The names of the folders that may be checkpoints or runs, sorted."""
+    """The names of the folders and archives that may be checkpoints or runs, sorted."""
     has_root: bool
     """Whether a root document exists, of a checkpoint or of another program."""
     has_save: bool
@@ -39,10 +41,17 @@ def list_below(store: Store) -> FolderListing:
     objects, folders = store.list_dir()
     if not objects and not folders and not store.is_local:
         refuse_false_listing(store, RUN_KEY)
-    names = [name for name in folders if not name.startswith("@") and name != _OF_FILESYSTEMS]
+    # A folder "@<name of an archive>" has the pins of the archive, or an unfinished one.
+    names = {name.removeprefix("@") for name in folders if is_archive_name(name.removeprefix("@"))}
+    names |= {name for name in (*folders, *filter(is_archive_name, objects)) if not name.startswith("@")}
     # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
-    return FolderListing(names, NODE in objects, has_save, RUN_GROUP in folders)
+    return FolderListing(sorted(names - {_OF_FILESYSTEMS}), NODE in objects, has_save, RUN_GROUP in folders)
+
+
+def store_below(store: Store, name: str) -> tuple[Store, str]:
+    """Return the store of the checkpoint in a folder or an archive below a url, and the prefix of its keys there."""
+    return (ZipStore(store, name), "") if is_archive_name(name) else (store, f"{name}/")
 
 
 def refuse_false_listing(store: Store, key: str) -> None:

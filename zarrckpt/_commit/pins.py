@@ -71,8 +71,9 @@ def put_pin(store: Store, root: Root, pin_id: str, note: str) -> None:
         # A removal puts its record, and a replacing save its marker, before it lists pins. So one of the two processes
         # finds the object of the other.
         _refuse_endangered(store, root)
-        # Put last: a removal that runs at the same time would not delete this document.
-        store.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
+        # Put last: a removal that runs at the same time would not delete this document. It makes a folder a Zarr group.
+        if not store.is_archive:
+            store.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
     except BaseException:
         with suppress(CheckpointError):
             store.delete([key])

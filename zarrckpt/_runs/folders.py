@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest, number_in
+from zarrckpt._commit.listings import store_below
 from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key, parse_marker
 from zarrckpt._commit.stored_documents import is_stored, parse_root_document
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError, one_line
@@ -15,6 +16,7 @@ from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._store import Store
+from zarrckpt._store._archive import SUFFIX
 
 _STEP = re.compile(r"step-(\d+)", re.ASCII)
 
@@ -25,19 +27,19 @@ WIDTH = 8
 """Number of digits of a step in a name, with leading zeros, so that listings of a store are in the order of steps."""
 
 
-def name_of(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint."""
-    return f"step-{step:0{WIDTH}d}"
+def name_of(step: int, suffix: str = "") -> str:
+    """Return the name of the folder of a step's checkpoint, or with the suffix of archives, of its archive."""
+    return f"step-{step:0{WIDTH}d}{suffix}"
 
 
 def is_name_of(name: str, step: object) -> bool:
     """Whether a manager would use this name for a checkpoint with this ``step`` in its metadata."""
-    return type(step) is int and step >= 0 and name == name_of(step)
+    return type(step) is int and step >= 0 and name.removesuffix(SUFFIX) == name_of(step)
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a folder named ``step-`` and a number, with or without leading zeros, or None."""
-    match = _STEP.fullmatch(name)
+    """Return the step of a folder or archive named ``step-`` and a number, with or without leading zeros, or None."""
+    match = _STEP.fullmatch(name.removesuffix(SUFFIX))
     return None if match is None else int(match[1])
 
 
@@ -79,9 +81,10 @@ def read_folder(store: Store, name: str) -> CheckpointFolder | None:
     result for an unfinished save or removal has neither root nor damage. One request for a committed checkpoint, and
     some more otherwise.
     """
+    own, prefix = store_below(store, name)
     for _ in range(_FOLDER_TRIES):
         try:
-            return CheckpointFolder(name, parse_root_document(store.get(f"{name}/{NODE}"), join(store.url, name)))
+            return CheckpointFolder(name, parse_root_document(own.get(f"{prefix}{NODE}"), join(store.url, name)))
         except ObjectNotFoundError:
             pass
         except StorageError:
@@ -89,9 +92,9 @@ def read_folder(store: Store, name: str) -> CheckpointFolder | None:
         except CheckpointError as err:
             return CheckpointFolder(name, damage=err)
         store.refuse_broken_link(name)
-        found = _without_root(store, name)
+        found = _without_root(own, prefix, name)
         # A running save may have committed after the first read of its root document.
-        if found is None or found.damage is None or not is_stored(store, f"{name}/{NODE}"):
+        if found is None or found.damage is None or not is_stored(own, f"{prefix}{NODE}"):
             return found
     raise StorageError(
         f"reading {join(store.url, one_line(name))} failed: saves changed it during each of {_FOLDER_TRIES} tries. Try "
@@ -99,26 +102,28 @@ def read_folder(store: Store, name: str) -> CheckpointFolder | None:
     )
 
 
-def _without_root(store: Store, name: str) -> CheckpointFolder | None:
-    group = f"{name}/{RESERVED_GROUP}"
+def _without_root(store: Store, prefix: str, name: str) -> CheckpointFolder | None:
+    """Describe a folder without a root document. ``prefix`` as in :func:`store_below`."""
+    group = f"{prefix}{RESERVED_GROUP}"
     objects, folders = store.list_dir(group)
-    if REMOVED in folders and is_stored(store, f"{name}/{REMOVAL_KEY}"):
+    if REMOVED in folders and is_stored(store, f"{prefix}{REMOVAL_KEY}"):
         return CheckpointFolder(name)
     for save_id in filter(is_save_id, folders):
-        if any(is_table_key(info.key.removeprefix(f"{name}/")) for info in store.list(f"{group}/{save_id}")):
-            marker = _stored_marker(store, name, save_id)
+        if any(is_table_key(info.key.removeprefix(prefix)) for info in store.list(f"{group}/{save_id}")):
+            marker = _stored_marker(store, f"{prefix}{marker_key(save_id)}")
             if marker is None or not marker.failed:
+                where = join(store.url, one_line(prefix.rstrip("/")))
                 error = CorruptCheckpointError(
-                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} but no root document "
-                    f"{NODE}: the save was killed directly before its commit, or the root was deleted later"
+                    f"{where} has the tables of the save {save_id} but no root document {NODE}: the save was killed "
+                    "directly before its commit, or the root was deleted later"
                 )
                 return WithoutRoot(name, damage=error, run_id="" if marker is None else marker.run_id)
     return CheckpointFolder(name) if objects or folders else None
 
 
-def _stored_marker(store: Store, name: str, save_id: str) -> Marker | None:
+def _stored_marker(store: Store, key: str) -> Marker | None:
     try:
-        return parse_marker(store.get(f"{name}/{marker_key(save_id)}"), "the marker")
+        return parse_marker(store.get(key), "the marker")
     except StorageError as err:
         if isinstance(err, ObjectNotFoundError):
             return None

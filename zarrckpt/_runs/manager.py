@@ -38,7 +38,7 @@ from zarrckpt._runs.coordinator import ChosenCheckpoint, RunCoordinator
 from zarrckpt._runs.folders import name_of, refuse_unreadable, skip_warning, step_folders
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.saving import StepSaver, StepState
+from zarrckpt._runs.saving import Format, StepSaver, StepState
 from zarrckpt._runs.schedule import StepSequence
 from zarrckpt._save.background import SaveFuture
 from zarrckpt._state import objects
@@ -52,7 +52,7 @@ class CheckpointManager:
 
     Every rank creates a manager, after ``init_process_group``, and all ranks make the same calls in the same order.
     Without ``torch.distributed``, one process creates it. The folder has one checkpoint for each saved step, named
-    ``step-00000500`` and so on, and the run's document, ``@run/zarr.json``.
+    ``step-00000500`` or ``step-00000500.zarr.zip`` and so on, and the run's document, ``@run/zarr.json``.
 
     .. code-block:: python
 
@@ -71,6 +71,9 @@ class CheckpointManager:
             background, after the save that makes them expire. Default: all are kept. Only checkpoints of this run are
             deleted, and no pinned ones. If more than two expired checkpoints would exist after a save, the save first
             waits for deletions.
+        format: ``"folder"`` (default), or ``"zip"`` to save each checkpoint as an archive, one file. Archives reuse no
+            chunks of earlier checkpoints. In object stores, only one process can write an archive. A run may have
+            checkpoints of both formats.
         save_every: :meth:`step` saves each time it reaches a multiple of this number. Default: only before pre-emption.
         signals: names of the signals that announce pre-emption (default: ``SIGTERM``). A signal on any rank leads to a
             save of the same step on all ranks. A second signal, more than a second after the first, ends its process at
@@ -93,7 +96,7 @@ class CheckpointManager:
         options: the layout and the transfer of bytes in all saves, see :class:`SaveOptions`.
 
     A ``with`` block closes the manager at its end. The constructor makes no request. Raises TypeError and ValueError
-    for invalid arguments.
+    for invalid arguments, and StorageError if several ranks pass ``format="zip"`` for an object store.
     """
 
     # Above 250 lines, because most of them describe arguments, costs and errors.
@@ -103,6 +106,7 @@ class CheckpointManager:
         url: Url,
         *,
         keep: Keep | None = None,
+        format: Format = "folder",
         save_every: int | None = None,
         signals: Sequence[str] = ("SIGTERM",),
         notice: Callable[[], bool] | None = None,
@@ -128,7 +132,9 @@ class CheckpointManager:
         self._init_from, self._init_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist=no_dist)
         self._coordinator = RunCoordinator(self._spec, keep, self._init_from)
-        self._saver = StepSaver(self._spec, self._options, self._ranks, self._coordinator, background=background)
+        self._saver = StepSaver(
+            self._spec, self._options, self._ranks, self._coordinator, format=format, background=background
+        )
         self._steps = StepSequence(save_every)
         self._last_report: LoadReport | None = None
         self._preempted = False
@@ -472,7 +478,7 @@ class CheckpointManager:
     def _store_of(self, step: int) -> Store:
         """Return the store of a step's checkpoint. The step in its name need not have leading zeros."""
         step = operator.index(step)
-        padded = self._spec.child(name_of(step)).open()
+        padded = self._spec.child(name_of(step, self._saver.suffix)).open()
         store = self._spec.open()
         steps = step_folders(list_below(store).folders)
         found = find_checkpoints(store, [name for name in steps if steps[name] == step])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from zarrckpt._commit.contents import UrlContents, read_contents
-from zarrckpt._commit.listings import list_below
+from zarrckpt._commit.listings import list_below, store_below
 from zarrckpt._commit.pins import list_pins
 from zarrckpt._commit.removal import remove_all
 from zarrckpt._errors import (
@@ -283,8 +283,9 @@ def _error_text(error: Exception) -> str:
 
 def _has_root(store: Store, name: str) -> bool:
     """Whether a folder has a root document. One request for one byte."""
+    own, prefix = store_below(store, name)
     try:
-        store.read(f"{name}/{NODE}", 0, 1)
+        own.read(f"{prefix}{NODE}", 0, 1)
     except ObjectNotFoundError:
         return False
     except CorruptCheckpointError:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
-from zarrckpt._errors import log
+from zarrckpt._errors import StorageError, log
 from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
@@ -23,6 +23,9 @@ from zarrckpt._save.steps import save_on_ranks
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import StoreSpec
+from zarrckpt._store._archive import SUFFIX
+
+Format = Literal["folder", "zip"]
 
 MIN_TIMEOUT_SECONDS = 5.0
 """Minimum timeout in seconds between the ranks of a save before pre-emption."""
@@ -42,13 +45,25 @@ class StepSaver:
     """Saves the steps of a run, one after the other. All ranks make the same calls."""
 
     def __init__(
-        self, spec: StoreSpec, options: SaveOptions, ranks: Ranks, coordinator: RunCoordinator, *, background: bool
+        self,
+        spec: StoreSpec,
+        options: SaveOptions,
+        ranks: Ranks,
+        coordinator: RunCoordinator,
+        *,
+        format: Format,
+        background: bool,
     ) -> None:
-        """``spec`` is the run's folder. ``background`` is whether saves return before they have ended."""
+        """``spec`` is the run's folder. ``background`` is whether saves return before they have ended.
+
+        Raises ValueError and StorageError if the run cannot have this format.
+        """
         self._spec = spec
         self._options = options
         self._ranks = ranks
         self._coordinator = coordinator
+        self.suffix = _suffix_of(format, spec, options, ranks)
+        """The end of the names of checkpoints."""
         self._background = background
         self.damaged: frozenset[str] = frozenset()
         """The folders of damaged checkpoints. A save to one of them replaces it."""
@@ -129,7 +144,7 @@ class StepSaver:
         return future
 
     def _request(self, given: StepState, preemption: Preemption | None) -> SaveRequest:
-        name = name_of(given.step)
+        name = name_of(given.step, self.suffix)
         step_and_metrics = {"step": given.step, **checked_metrics(given.metrics)}
         others = checked_metadata(given.metadata)
         if twice := sorted(step_and_metrics.keys() & others.keys()):
@@ -148,6 +163,26 @@ class StepSaver:
             progress = partial(_refuse_late, preemption, given.step)
         replaces_damaged = name in self.damaged
         return SaveRequest(self._spec.child(name), replaces_damaged, metadata, options, progress, run)
+
+
+def _suffix_of(format: Format, spec: StoreSpec, options: SaveOptions, ranks: Ranks) -> str:
+    if format not in get_args(Format):
+        raise ValueError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
+    if spec.is_archive:
+        raise ValueError(f"a run needs a folder, but {spec.url!r} is the url of an archive: pass another url")
+    if format == "folder":
+        return ""
+    if options.reuse == "on":
+        raise ValueError(
+            "reuse='on' cannot be used with format='zip', because only whole files and objects can be reused: pass "
+            "reuse='auto' or format='folder'"
+        )
+    if ranks.size > 1 and not spec.open().is_local:
+        raise StorageError(
+            f"{spec.url}: in an object store, an archive is written by one process, but {ranks.size} ranks save. Use "
+            "format='folder'"
+        )
+    return SUFFIX
 
 
 def _refuse_late(preemption: Preemption, step: int, done: int, total: int) -> None:

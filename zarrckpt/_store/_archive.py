@@ -12,6 +12,11 @@ SUFFIX = ".zarr.zip"
 """A url that ends with this is that of an archive, one file, instead of a folder."""
 
 
+def is_archive_name(name: str) -> bool:
+    """Whether a name, the last part of a url, is that of an archive."""
+    return name.endswith(SUFFIX) and name != SUFFIX
+
+
 class Place(NamedTuple):
     """The planned place of an entry: the byte offset of its local header, and the size of its data."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zarrckpt._errors import StorageError, one_line
-from zarrckpt._store._archive import SUFFIX
+from zarrckpt._store._archive import is_archive_name
 from zarrckpt._store._base import Store
 from zarrckpt._store._ready_stores import ReadyStore, describe_store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url, scrub
@@ -97,8 +97,7 @@ class StoreSpec:
     @property
     def is_archive(self) -> bool:
         """Whether the url is that of an archive, one file: it ends with ".zarr.zip"."""
-        name = self._address.rpartition("/")[2]
-        return name.endswith(SUFFIX) and name != SUFFIX and not isinstance(self._store, Store)
+        return is_archive_name(self._address.rpartition("/")[2]) and not isinstance(self._store, Store)
 
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
         """Return a recipe with the same options and another url (or another path in the ready store)."""
@@ -177,10 +176,15 @@ class StoreSpec:
                 f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
                 "processes can reach"
             )
+        above, _, name = self._address.rpartition("/")
+        if any(map(is_archive_name, above.split("/"))):
+            raise StorageError(
+                f"{self.url} lies inside an archive, since a name that ends with '.zarr.zip' is that of one file: use "
+                "the url of the archive, or a path outside of it"
+            )
         if self.is_archive:
             from zarrckpt._store._zip import ZipStore
 
-            above, _, name = self._address.rpartition("/")
             # The root of a filesystem, or of a url without a host.
             above += "/" if not above or above.endswith("/") else ""
             return ZipStore(self._moved(above if self._store is None else above.strip("/")).open(), name)

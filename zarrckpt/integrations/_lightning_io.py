@@ -17,6 +17,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._store._archive import is_archive_name
 from zarrckpt._store._url import normalize
 from zarrckpt.integrations._data import find_non_data, refuse_non_data, with_plain_parameters
 from zarrckpt.integrations._values import remove_or_log, with_digests
@@ -258,7 +259,8 @@ def url_of(path: str | PurePath) -> str:
 
 def is_saved_by_lightning(path: str) -> bool:
     """Whether a local path has a file, or the folder that a sharded strategy of Lightning saved."""
-    return os.path.isfile(path) or os.path.isfile(f"{path}/meta.pt")
+    is_file = os.path.isfile(path) and not is_archive_name(os.path.basename(path))
+    return is_file or os.path.isfile(f"{path}/meta.pt")
 
 
 def prepare_local_path(path: str) -> None:

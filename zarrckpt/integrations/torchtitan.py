@@ -23,6 +23,7 @@ require("torchtitan", "0.3", "0.4", "torchtitan")
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager  # noqa: E402
 
 import zarrckpt  # noqa: E402
+from zarrckpt._store._archive import SUFFIX  # noqa: E402
 from zarrckpt._store._url import has_protocol, normalize  # noqa: E402
 
 __all__ = ["ZarrCheckpointManager"]
@@ -204,7 +205,7 @@ def _setting_url(text: str) -> str:
 
 
 def _step_of(url: str) -> int:
-    return int(url.rpartition("step-")[2])
+    return int(url.rpartition("step-")[2].removesuffix(SUFFIX))
 
 
 def _top_keys(states: dict[str, Any]) -> list[str]:

@@ -293,7 +293,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
 def _step_in_run(run: str, url: str) -> int | None:
     """Return the step of a checkpoint of a run, or None for other urls."""
-    match = re.fullmatch(re.escape(f"{run}/step-") + r"(\d+)", url)
+    match = re.fullmatch(re.escape(f"{run}/step-") + r"(\d+)(\.zarr\.zip)?", url)
     return None if match is None else int(match[1])
 
 
