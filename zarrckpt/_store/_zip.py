@@ -136,9 +136,9 @@ class ZipStore(Store):
     def get_versioned(self, key: str) -> VersionedObject:
         if key != ROOT:
             return self._parent.get_versioned(self._beside(key))
-    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
-        if isinstance(self._archive, LocalArchive):
-            self._archive.add_parts(parts, self._places, keys)
+        self._parent.refuse_broken_link(self._name)
+        # Read first, so that it is never newer than the data.
+        version = None if self.is_local else self._parent.version(self._name)
         try:
             data = self.get(key)
         except (CorruptCheckpointError, ObjectNotFoundError):
@@ -264,12 +264,14 @@ class ZipStore(Store):
         if self._part is not None:
             self._part.close()
 
-        elif key in self._places or isinstance(self._archive, StreamedArchive):
+    def add_parts(self, parts: Sequence[ArchivePart], keys: Iterable[str]) -> None:
+        if isinstance(self._archive, LocalArchive):
+            self._archive.add_parts(parts, self._places, keys)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         if _is_beside(key):
             self._parent.put(self._beside(key), buffers)
-        self._finish(data, None, lambda archive: archive.commit_new(self._name))
+        elif key in self._places or isinstance(self._archive, StreamedArchive):
             self.put_parts(key, lambda: [buffers])
         else:
             assert self._archive is not None
@@ -284,9 +286,7 @@ class ZipStore(Store):
             return  # Each attempt has an archive of its own, so none needs a claim.
         if key != ROOT:
             return self._parent.create(self._beside(key), data)
-        self._finish(data, version, lambda archive: archive.commit_over(self._name, is_expected))
-
-    def _finish(self, root: bytes, version: Any, commit: Callable[[LocalArchive], bool]) -> None:
+        self._finish(data, None, lambda archive: archive.commit_new(self._name))
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         if key != ROOT:
@@ -298,6 +298,13 @@ class ZipStore(Store):
             except ObjectNotFoundError:
                 return False
 
+        self._finish(data, version, lambda archive: archive.commit_over(self._name, is_expected))
+
+    def _finish(self, root: bytes, version: Any, commit: Callable[[LocalArchive], bool]) -> None:
+        archive = self._archive
+        assert archive is not None
+        self.put(ROOT, [root])
+        archive.finish()
         if not (archive.commit(version) if isinstance(archive, StreamedArchive) else commit(archive)):
             # If the answer to the commit was lost, its repeat finds the archive of this save.
             committed = False
@@ -306,19 +313,6 @@ class ZipStore(Store):
             if not committed:
                 raise _failures.conflict(ROOT, self.url, replacing=version is not None)
         self._archive, self._places = None, {}
-        archive = self._archive
-        assert archive is not None
-        self.put(ROOT, [root])
-        archive.finish()
-        """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
-        # Beside the archive are files of other checkpoints, and its entries are no folders.
-        names = [folder for folder in folders if _is_beside(f"{folder}/")]
-        for name in filter(_ATTEMPT.fullmatch, names):
-            if name == f"{GROUP}/{self._save_id}":
-                self.close_part()
-            found = [info.key for info in self._parent.list(self._beside(name))]
-            self._parent.delete([key for key in found if not key.endswith(ROOT)])
-        self._parent.sweep(map(self._beside, names))
         own = self._beside(f"{GROUP}/{self._save_id}")
         # The marker is the last one, so that the next clean-up can continue after a crash.
         self._parent.delete([f"{own}/{_ARCHIVE}"])
@@ -333,28 +327,15 @@ class ZipStore(Store):
             self._parent.delete(names)
 
     def sweep(self, folders: Iterable[str]) -> None:
-<<<<<<< HEAD
         """Delete what the parent deletes, and unfinished archives, of which the marker may be missing."""
         # Beside the archive are files of other checkpoints, and its entries are no folders.
         names = [folder for folder in folders if _is_beside(f"{folder}/")]
         for name in filter(_ATTEMPT.fullmatch, names):
+            if name == f"{GROUP}/{self._save_id}":
+                self.close_part()
             found = [info.key for info in self._parent.list(self._beside(name))]
             self._parent.delete([key for key in found if not key.endswith(ROOT)])
         self._parent.sweep(map(self._beside, names))
-=======
-        """Delete the unfinished archives and the scratch files of attempts, and what the parent deletes."""
-        for folder in folders:
-            if _MARKER_KEY.fullmatch(f"{folder}/{ROOT}") is None:
-                continue
-            if folder == f"{GROUP}/{self._save_id}":
-                self.close_part()
-            beside = self._beside(folder)
-            found = [info.key for info in self._parent.list(beside)]
-            names = [key for key in found if key.removeprefix(f"{beside}/").startswith((_ARCHIVE, _SCRATCH))]
-            if names:
-                self._parent.delete(names)
-            self._parent.sweep([beside])
->>>>>>> zip-remote
 
     def sync(self, keys: Iterable[str]) -> None:
         self._parent.sync(self._names(keys))
