@@ -8,9 +8,9 @@ unfinished archive of a save is there too, beside its marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
@@ -27,6 +27,7 @@ from zarrckpt._store._base import (
     version_of,
 )
 from zarrckpt._store._local import LocalStore
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
 
@@ -57,6 +58,15 @@ class _Index:
         self.directory = directory
 
 
+class _Check(NamedTuple):
+    """The state of the check of an entry that is read in order."""
+
+    header_is_right: bool
+    crc: int
+    nbytes: int
+    """The number of bytes that were read so far, and their CRC-32."""
+
+
 class ZipStore(Store):
     """The objects of a checkpoint in the archive ``name`` of a parent store. Methods are those of :class:`Store`."""
 
@@ -71,6 +81,8 @@ class ZipStore(Store):
         self._parent = parent
         self._name = name
         self._index: _Index | None = None
+        self._checks: dict[str, _Check] | None = None
+        """While the records are checked, the entries of which the first bytes have been read."""
         self._places: Places = {}
         self._part: LocalPart | None = None
         self._archive: LocalArchive | None = None
@@ -105,26 +117,35 @@ class ZipStore(Store):
         Raises ObjectNotFoundError if it can only be in the archive and is not.
         """
         index = None
-        with suppress(ObjectNotFoundError):
+        try:
             index = self._index or self._read_index()
+        except ObjectNotFoundError:
+            pass
+        except CorruptCheckpointError:
+            if not _is_beside(key):
+                raise
         entry = None if index is None else index.entries.get(key)
         if index is not None and entry is not None:
             return index, entry
+        if index is not None and key == ROOT:
+            raise records.damage(self.url, f"it has no entry {ROOT!r}")
         if not _is_beside(key):
             raise _failures.not_found(key, self.url)
         return None
 
     def get(self, key: str) -> bytes:
-        """Return a whole object. The root document is always read from the present archive."""
-        if key == ROOT:
-            self._read_index()
-        found = self._find(key)
-        return self._parent.get(self._beside(key)) if found is None else bytes(self.read(key, 0, found[1].size))
+        return self.get_bounded(key, MAX_WHOLE_BYTES)
 
     def get_bounded(self, key: str, max_bytes: int) -> bytes:
-        if self.size(key) > max_bytes:
+        """Return a whole object. The root document is always read from the present archive."""
+        if key == ROOT:
+            self._index = None
+        found = self._find(key)
+        if found is None:
+            return self._parent.get_bounded(self._beside(key), max_bytes)
+        if found[1].size > max_bytes:
             raise _failures.long_object(key, self.url, max_bytes)
-        return self.get(key)
+        return bytes(self.read(key, 0, found[1].size))
 
     def size(self, key: str) -> int:
         found = self._find(key)
@@ -140,8 +161,8 @@ class ZipStore(Store):
             data = self.get(key)
         except CorruptCheckpointError:
             # A damaged archive can be replaced or removed, like a damaged root document. Other files cannot.
-            data = bytes(self._parent.read(self._name, 0, min(4, self._parent.size(self._name))))
-            if data != b"PK\3\4":
+            data = bytes(self._parent.read(self._name, 0, min(records.BEGIN_BYTES, self._parent.size(self._name))))
+            if not records.is_own_begin(data):
                 raise ForeignObjectsError(
                     f"{self.url} is a file that no zarrckpt save wrote. Nothing was changed. Save to another path"
                 ) from None
@@ -157,7 +178,11 @@ class ZipStore(Store):
             return self._parent.read(self._beside(key), byte_offset, nbytes)
         index, entry = found
         self._check_range(key, entry, byte_offset, nbytes)
-        begin = entry.data_offset + byte_offset
+        if self._checks is not None:
+            return self._read_checked(self._checks, index, key, byte_offset, nbytes)
+        return self._read_archive(index, entry.data_offset + byte_offset, nbytes)
+
+    def _read_archive(self, index: _Index, begin: int, nbytes: int) -> memoryview:
         if begin >= index.tail_offset:
             return index.tail[begin - index.tail_offset :][:nbytes]
         return self._parent.read(self._name, begin, nbytes)
@@ -215,23 +240,43 @@ class ZipStore(Store):
     def refresh(self, folder: str) -> None:
         self._parent.refresh(self._beside(folder))
 
-    def record_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield the key of each entry whose records differ from those that this package writes, and the fault.
+    def begin_record_checks(self) -> None:
+        self._read_index()
+        self._checks = {}
 
-        Reads the local header of each entry. Faults of the central directory have the key "".
-        """
+    def _read_checked(
+        self, checks: dict[str, _Check], index: _Index, key: str, byte_offset: int, nbytes: int
+    ) -> memoryview:
+        """Read a range of an entry. Read and check its local header with its first bytes."""
+        entry = index.entries[key]
+        header_bytes = 0 if byte_offset else entry.data_offset - entry.header_offset
+        data = self._read_archive(index, entry.data_offset + byte_offset - header_bytes, header_bytes + nbytes)
+        header, data = data[:header_bytes], data[header_bytes:]
+        check = checks.get(key) or _Check(header == _header(key, entry), 0, 0)
+        if check.nbytes == byte_offset:
+            checks[key] = check._replace(crc=records.add_crc32([data], check.crc), nbytes=byte_offset + nbytes)
+        return data
+
+    def record_faults(self, keys: Collection[str]) -> Iterator[tuple[str, str]]:
+        checks, self._checks = self._checks, None
         index = self._index or self._read_index()
         stored = self._parent.read(self._name, index.directory.offset, index.directory.size)
         expected = records.encode_directory(index.entries, index.directory.offset)
-        if bytes(stored) != expected[: index.directory.size]:
-            yield "", "the central directory differs from what zarrckpt writes for its entries"
-        with self._parent.reader(self._name) as read:
-            for key, entry in index.entries.items():
-                header = bytearray(entry.data_offset - entry.header_offset)
-                read(entry.header_offset, [memoryview(header)])
-                placed = entry.data_offset == records.data_offset(key, entry.size, entry.header_offset)
-                if not placed or header != records.encode_header(key, entry):
-                    yield key, "its local header differs from the central directory"
+        is_own = bytes(stored) == expected[: index.directory.size]
+        if not is_own:
+            yield (
+                "",
+                "its central directory differs from the one that zarrckpt writes: it is damaged, or another program "
+                "packed it. If there is no damage but this, copy it: zarrckpt cp",
+            )
+        for key, entry in index.entries.items():
+            check = (checks or {}).get(key)
+            if key not in keys:
+                yield key, "it is not an object of the checkpoint"
+            elif check is not None and is_own and not check.header_is_right:
+                yield key, "its local header differs from the central directory"
+            elif check is not None and check.nbytes == entry.size and check.crc != entry.crc:
+                yield key, "its CRC-32 in the central directory is not that of its bytes"
 
     # -- writes
 
@@ -338,3 +383,9 @@ class ZipStore(Store):
 def _is_beside(key: str) -> bool:
     """Whether an object belongs to the url and not to a checkpoint: all of the group but the tables of saves."""
     return key.startswith(f"{GROUP}/") and _TABLE_KEY.match(key) is None
+
+
+def _header(key: str, entry: ZipEntry) -> bytes | None:
+    """Return the local header that zarrckpt writes for an entry, or None if it has another size."""
+    placed = entry.data_offset == records.data_offset(key, entry.size, entry.header_offset)
+    return records.encode_header(key, entry) if placed else None

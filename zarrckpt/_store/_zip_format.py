@@ -21,6 +21,9 @@ ALIGNMENT = 64
 ROOT = "zarr.json"
 """The key of the root document."""
 
+BEGIN_BYTES = 14
+"""Number of bytes at the beginning of a file that are compared in :func:`is_own_begin`."""
+
 END_BYTES = 22 + 20 + 56
 """Maximum size in bytes of the records after the central directory."""
 
@@ -60,6 +63,11 @@ class Directory(NamedTuple):
     offset: int
     size: int
     entries: int
+
+
+def is_own_begin(data: bytes) -> bool:
+    """Whether a file with these first bytes is an archive of this package, if it is damaged elsewhere."""
+    return data[:4] + data[6:] == b"PK\3\4" + struct.pack("<4H", _UTF8, 0, 0, _FIRST_DAY)
 
 
 def add_crc32(buffers: Iterable[Buffer], before: int = 0) -> int:
@@ -108,6 +116,8 @@ def encode_directory(entries: Mapping[str, ZipEntry], offset: int) -> bytes:
         fields = (_UNIX | version, version, _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
         records += [_CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, _PLAIN_FILE, at), stored, extra]
     directory = b"".join(records)
+    if len(directory) > MAX_DIRECTORY_BYTES:
+        raise StorageError(f"an archive cannot have {len(entries):,} entries. Save to a folder, or in larger chunks")
     return directory + encode_end(Directory(offset, len(directory), len(entries)))
 
 
@@ -142,10 +152,7 @@ def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
     if tail[-end:] != encode_end(found) or disk or first_disk or here != count or comment:
         raise damage(url, "its end records do not agree with each other, or have a comment")
     if offset + size + end != file_bytes:
-        raise damage(
-            url,
-            f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}",
-        )
+        raise damage(url, f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}")
     if size > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > size:
         raise damage(url, f"its central directory cannot have {count:,} entries in {size:,} bytes")
     return found
@@ -174,7 +181,7 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
         extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
         stored_size, size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
         if method or stored_size != size or flags & ~_UTF8 or disk:
-            raise damage(url, f"its entry {name!r} is compressed, encrypted or split. Unpack it and copy the folder")
+            raise damage(url, f"its entry {name!r} is compressed, encrypted or split", "Unpack it and open the folder")
         records.append((header_offset, name, crc, size, name_bytes))
     if position != len(data):
         raise damage(url, "its central directory has bytes after the last entry")
@@ -222,5 +229,5 @@ def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str
     return entries
 
 
-def damage(url: str, fault: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"the archive {url} is damaged: {fault}. Load an earlier checkpoint")
+def damage(url: str, fault: str, step: str = "Load an earlier checkpoint") -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the archive {url} is damaged: {fault}. {step}")
