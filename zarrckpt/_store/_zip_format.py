@@ -6,6 +6,7 @@ an extra field that aligns the data to 64 bytes, and the data. ``docs/reference/
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from zarrckpt._errors import CorruptCheckpointError, StorageError
-from zarrckpt._store._base import Buffer, check_key
+from zarrckpt._store._base import Buffer
 
 ALIGNMENT = 64
 """The data of each entry begins at a multiple of this, so that it can be mapped to memory and read directly."""
@@ -43,6 +44,8 @@ _UTF8 = 1 << 11
 _FIRST_DAY = 0x21
 """1980-01-01, the first date that a ZIP archive can store."""
 _UNIX, _PLAIN_FILE = 3 << 8, 0o100644 << 16
+_NAME = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\\:\0]+(?:/(?=.)|\Z))+", re.DOTALL)
+"""Names of files below a folder, without a component that is "." or ".."."""
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
 _LIMIT_OF_32_BITS = _MAX32 - 1
 
@@ -178,8 +181,9 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
         if signature != b"PK\1\2" or position > len(data):
             raise damage(url, "its central directory has a damaged entry")
         name = _parse_name(bytes(data[begin : begin + name_bytes]), names, url)
-        extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
-        stored_size, size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
+        if _MAX32 in (size, stored_size, header_offset):
+            extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
+            size, stored_size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
         if method or stored_size != size or flags & ~_UTF8 or disk:
             raise damage(url, f"its entry {name!r} is compressed, encrypted or split", "Unpack it and open the folder")
         records.append((header_offset, name, crc, size, name_bytes))
@@ -189,17 +193,15 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
 
 
 def _parse_name(stored: bytes, names: set[str], url: str) -> str:
-    try:
-        name = check_key(stored.decode())
-    except (UnicodeDecodeError, StorageError):
-        name = ""
-    if not name or name in names or "\\" in name or ":" in name:
-        raise damage(url, f"its entry {stored!r:.200} has a name that is used twice, or is no relative path")
+    name = stored.decode(errors="ignore")
+    if name.encode() != stored or name in names or not _NAME.fullmatch(name):
+        fault = f"its entry {stored!r:.200} has a name that is used twice, or is that of no file below a folder"
+        raise damage(url, fault, "Unpack it and open the folder")
     names.add(name)
     return name
 
 
-def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> tuple[int, int, int]:
+def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> list[int]:
     """Return the size, stored size and offset of an entry, with numbers of 8 bytes from its ZIP64 field."""
     fields: dict[int, bytes] = {}
     while len(extra) >= _FIELD.size:
@@ -209,8 +211,7 @@ def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> 
     found = [int.from_bytes(wide[at : at + 8], "little") for at in range(0, len(wide) - 7, 8)]
     if sum(number == _MAX32 for number in numbers) > len(found):
         raise damage(url, f"its entry {name!r} lacks a ZIP64 field")
-    size, stored_size, offset = (found.pop(0) if number == _MAX32 else number for number in numbers)
-    return stored_size, size, offset
+    return [found.pop(0) if number == _MAX32 else number for number in numbers]
 
 
 def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str) -> dict[str, ZipEntry]:
