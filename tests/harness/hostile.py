@@ -837,8 +837,8 @@ def _change_records(rand: random.Random, data: bytes, other: bytes) -> bytes:
     return join_directory(before, split)
 
 
-NAMES = [b"", b"/etc/passwd", b"../canary/secret", b"model/../zarr.json", b"zarr.json", b"model\\w", b"model/", b"C:\\x"]
-NAMES += [b"\xff", b"a\0b", b"@zarrckpt/zarr.json", b"x" * 300, b"model//w", b"./zarr.json"]
+NAMES = [b"", b"/etc/passwd", b"../canary/secret", b"model/../zarr.json", b"zarr.json", b"model\\w", b"model/"]
+NAMES += [b"C:\\x", b"\xff", b"a\0b", b"@zarrckpt/zarr.json", b"x" * 300, b"model//w", b"./zarr.json"]
 
 
 # -- bombs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
@@ -58,15 +58,6 @@ class _Index:
         self.directory = directory
 
 
-class _Check(NamedTuple):
-    """The state of the check of an entry that is read in order."""
-
-    header_is_right: bool
-    crc: int
-    nbytes: int
-    """The number of bytes that were read so far, and their CRC-32."""
-
-
 class ZipStore(Store):
     """The objects of a checkpoint in the archive ``name`` of a parent store. Methods are those of :class:`Store`."""
 
@@ -81,8 +72,8 @@ class ZipStore(Store):
         self._parent = parent
         self._name = name
         self._index: _Index | None = None
-        self._checks: dict[str, _Check] | None = None
-        """While the records are checked, the entries of which the first bytes have been read."""
+        self._checks: dict[str, tuple[bool, int, int]] | None = None
+        """During a check, by key: whether the local header is right, the CRC-32 of the first bytes, their number."""
         self._places: Places = {}
         self._part: LocalPart | None = None
         self._archive: LocalArchive | None = None
@@ -161,8 +152,8 @@ class ZipStore(Store):
             data = self.get(key)
         except CorruptCheckpointError:
             # A damaged archive can be replaced or removed, like a damaged root document. Other files cannot.
-            data = bytes(self._parent.read(self._name, 0, min(records.BEGIN_BYTES, self._parent.size(self._name))))
-            if not records.is_own_begin(data):
+            data = bytes(self._parent.read(self._name, 0, min(14, self._parent.size(self._name))))
+            if data[:4] + data[6:] != records.OWN_BEGIN:
                 raise ForeignObjectsError(
                     f"{self.url} is a file that no zarrckpt save wrote. Nothing was changed. Save to another path"
                 ) from None
@@ -178,14 +169,19 @@ class ZipStore(Store):
             return self._parent.read(self._beside(key), byte_offset, nbytes)
         index, entry = found
         self._check_range(key, entry, byte_offset, nbytes)
-        if self._checks is not None:
-            return self._read_checked(self._checks, index, key, byte_offset, nbytes)
-        return self._read_archive(index, entry.data_offset + byte_offset, nbytes)
-
-    def _read_archive(self, index: _Index, begin: int, nbytes: int) -> memoryview:
+        checks = self._checks
+        header_bytes = 0 if checks is None or byte_offset else entry.data_offset - entry.header_offset
+        begin, nbytes = entry.data_offset + byte_offset - header_bytes, header_bytes + nbytes
         if begin >= index.tail_offset:
-            return index.tail[begin - index.tail_offset :][:nbytes]
-        return self._parent.read(self._name, begin, nbytes)
+            data = index.tail[begin - index.tail_offset :][:nbytes]
+        else:
+            data = self._parent.read(self._name, begin, nbytes)
+        header, data = data[:header_bytes], data[header_bytes:]
+        if checks is not None:
+            is_right, crc, end = checks.get(key) or (header == records.encode_header(key, entry), 0, 0)
+            if end == byte_offset:
+                checks[key] = is_right, records.add_crc32([data], crc), end + len(data)
+        return data
 
     @contextmanager
     def reader(self, key: str) -> Iterator[Reader]:
@@ -244,38 +240,21 @@ class ZipStore(Store):
         self._read_index()
         self._checks = {}
 
-    def _read_checked(
-        self, checks: dict[str, _Check], index: _Index, key: str, byte_offset: int, nbytes: int
-    ) -> memoryview:
-        """Read a range of an entry. Read and check its local header with its first bytes."""
-        entry = index.entries[key]
-        header_bytes = 0 if byte_offset else entry.data_offset - entry.header_offset
-        data = self._read_archive(index, entry.data_offset + byte_offset - header_bytes, header_bytes + nbytes)
-        header, data = data[:header_bytes], data[header_bytes:]
-        check = checks.get(key) or _Check(header == _header(key, entry), 0, 0)
-        if check.nbytes == byte_offset:
-            checks[key] = check._replace(crc=records.add_crc32([data], check.crc), nbytes=byte_offset + nbytes)
-        return data
-
     def record_faults(self, keys: Collection[str]) -> Iterator[tuple[str, str]]:
-        checks, self._checks = self._checks, None
+        checks, self._checks = self._checks or {}, None
         index = self._index or self._read_index()
         stored = self._parent.read(self._name, index.directory.offset, index.directory.size)
-        expected = records.encode_directory(index.entries, index.directory.offset)
-        is_own = bytes(stored) == expected[: index.directory.size]
+        is_own = stored == records.encode_directory(index.entries, index.directory.offset)[: len(stored)]
         if not is_own:
-            yield (
-                "",
-                "its central directory differs from the one that zarrckpt writes: it is damaged, or another program "
-                "packed it. If there is no damage but this, copy it: zarrckpt cp",
-            )
+            fault = "its central directory is damaged, or another program packed the archive again"
+            yield "", f"{fault}. If there is no other damage, zarrckpt cp makes an archive without it"
         for key, entry in index.entries.items():
-            check = (checks or {}).get(key)
+            header_is_right, crc, nbytes = checks.get(key, (True, entry.crc, entry.size))
             if key not in keys:
                 yield key, "it is not an object of the checkpoint"
-            elif check is not None and is_own and not check.header_is_right:
+            elif is_own and not header_is_right:
                 yield key, "its local header differs from the central directory"
-            elif check is not None and check.nbytes == entry.size and check.crc != entry.crc:
+            elif nbytes == entry.size and crc != entry.crc:
                 yield key, "its CRC-32 in the central directory is not that of its bytes"
 
     # -- writes
@@ -383,9 +362,3 @@ class ZipStore(Store):
 def _is_beside(key: str) -> bool:
     """Whether an object belongs to the url and not to a checkpoint: all of the group but the tables of saves."""
     return key.startswith(f"{GROUP}/") and _TABLE_KEY.match(key) is None
-
-
-def _header(key: str, entry: ZipEntry) -> bytes | None:
-    """Return the local header that zarrckpt writes for an entry, or None if it has another size."""
-    placed = entry.data_offset == records.data_offset(key, entry.size, entry.header_offset)
-    return records.encode_header(key, entry) if placed else None

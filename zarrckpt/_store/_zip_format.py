@@ -22,9 +22,6 @@ ALIGNMENT = 64
 ROOT = "zarr.json"
 """The key of the root document."""
 
-BEGIN_BYTES = 14
-"""Number of bytes at the beginning of a file that are compared in :func:`is_own_begin`."""
-
 END_BYTES = 22 + 20 + 56
 """Maximum size in bytes of the records after the central directory."""
 
@@ -43,6 +40,8 @@ _ALIGNING, _ZIP64 = 0xD935, 1
 _UTF8 = 1 << 11
 _FIRST_DAY = 0x21
 """1980-01-01, the first date that a ZIP archive can store."""
+OWN_BEGIN = b"PK\3\4" + struct.pack("<4H", _UTF8, 0, 0, _FIRST_DAY)
+"""The first 14 bytes of an archive of this package, without the version of the ZIP format in bytes 4 and 5."""
 _UNIX, _PLAIN_FILE = 3 << 8, 0o100644 << 16
 _NAME = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\\:\0]+(?:/(?=.)|\Z))+", re.DOTALL)
 """Names of files below a folder, without a component that is "." or ".."."""
@@ -68,11 +67,6 @@ class Directory(NamedTuple):
     entries: int
 
 
-def is_own_begin(data: bytes) -> bool:
-    """Whether a file with these first bytes is an archive of this package, if it is damaged elsewhere."""
-    return data[:4] + data[6:] == b"PK\3\4" + struct.pack("<4H", _UTF8, 0, 0, _FIRST_DAY)
-
-
 def add_crc32(buffers: Iterable[Buffer], before: int = 0) -> int:
     """Return the CRC-32 of buffers, continued from the CRC of the bytes before them."""
     for buffer in buffers:
@@ -96,13 +90,13 @@ def align(offset: int) -> int:
 
 
 def encode_header(name: str, entry: ZipEntry) -> bytes:
-    """Return the local header of an entry, with padding up to its data."""
+    """Return the local header of an entry, with padding up to the next multiple of the alignment."""
     stored, extra = name.encode(), b""
     size = entry.size
     if size > _LIMIT_OF_32_BITS:
         extra, size = _FIELD.pack(_ZIP64, 16) + struct.pack("<2Q", size, size), _MAX32
     used = entry.header_offset + _LOCAL.size + len(stored) + len(extra) + _FIELD.size
-    padding = entry.data_offset - used
+    padding = align(used + 2) - used
     extra += _FIELD.pack(_ALIGNING, padding) + ALIGNMENT.to_bytes(padding, "little")
     fields = (_version(size == _MAX32), _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
     return _LOCAL.pack(b"PK\3\4", *fields) + stored + extra
