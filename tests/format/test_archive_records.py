@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.bits import bits
 from harness.hostile import join_directory, split_directory
 from harness.internals import zip_format
+from harness.page_reader import Reader
 from harness.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -62,6 +64,11 @@ def test_zip_programs_test_and_unpack_an_archive(url: Path, tmp_path: Path) -> N
             assert done.returncode == 0, done.stdout + done.stderr
     ckpt = zarrckpt.open(tmp_path / "folder")
     assert (ckpt["model.w"][...] == W.numpy()).all() and ckpt["raw"] == STATE["raw"]
+
+
+def test_the_code_on_the_format_page_reads_an_archive(url: Path) -> None:
+    reader = Reader(url)
+    assert all(reader.tensor(fqn)[2] == bits(tensor)[2] for fqn, tensor in (("model.w", W), ("none", STATE["none"])))
 
 
 def test_data_of_entries_is_aligned(url: Path, saved: bytes) -> None:
