@@ -532,7 +532,8 @@ class Campaign:
         """
         kinds = [(url, replaces) for url in self._urls for replaces in (False, True)]
         for url, replaces in kinds[:kills]:
-            seconds = statistics.median(self._whole(f"{url}/latest{self._suffix}", replaces) for _ in range(min(3, 1 + kills // 20)))
+            target = f"{url}/latest{self._suffix}"
+            seconds = statistics.median(self._whole(target, replaces) for _ in range(min(3, 1 + kills // 20)))
             self.report.durations[f"{url}, {'overwrite' if replaces else 'first save'}"] = seconds
         durations = [*self.report.durations.values()]
         trial = 0

@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -692,6 +693,154 @@ def _clean_up(watch: Watch, work: Path, faults: list[str], how: str) -> bool:
     return done
 
 
+# -- archives
+
+
+def archives(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
+    """Change bytes and records of archives. Reads give the saved values or an error, and ``verify`` finds each change.
+
+    The original archives have equal sizes and places of all entries, or the same entries compressed.
+    """
+    rand, found, opened = random.Random(seed), [], 0
+    originals, values = [], []
+    for number in (0, 1, 2):
+        url = sandbox / f"{number}.zarr.zip"
+        kept = {name: value for name, value in state(number).items() if name in ("model", "step", "raw", "tree")}
+        zarrckpt.save(kept, url, options=dataclasses.replace(WITHOUT_SYNC, compression="zstd" if number == 2 else None))
+        originals.append(url.read_bytes())
+        values.append(_read_archive(url))
+        if not zarrckpt.open(url).verify():
+            raise AssertionError("without a change it is damaged")
+    url = sandbox / "changed.zarr.zip"
+    for number in range(count):
+        data, other = rand.choice(((0, 1), (1, 0), (2, 0)))
+        changed = changed_archive(rand, originals[data], originals[other])
+        if changed in originals:
+            continue
+        url.write_bytes(changed)
+        faults: list[str] = []
+        for read in (_read_archive, _load_archive):
+            with watched(watch, faults, read.__name__):
+                got = read(url)
+                opened += read is _read_archive
+                if not any(got.items() <= expected.items() for expected in values):
+                    faults.append(f"{read.__name__}: other values")
+        with watched(watch, faults, "verify"):
+            if zarrckpt.open(url).verify():
+                faults.append("verify: no damage found")
+        if faults:
+            note(sandbox, f"archive-{seed}-{number}", changed)
+            found += [f"case {number}: {fault}" for fault in faults]
+    return count, opened, found
+
+
+def _read_archive(url: Path) -> dict[str, str]:
+    ckpt = zarrckpt.open(url)
+    return _bits(ckpt.read() | {fqn: ckpt[fqn] for fqn in ckpt if fqn not in ckpt.tensors})
+
+
+def _load_archive(url: Path) -> dict[str, str]:
+    target = {"w": torch.zeros(6, 4), "half": torch.zeros(5, dtype=torch.bfloat16)}
+    zarrckpt.load({"model": target}, url)
+    return _bits({f"model.{name}": tensor.float().numpy() for name, tensor in target.items()})
+
+
+def _bits(values: dict[str, Any]) -> dict[str, str]:
+    """Return a text for each value. Elements of tensors are shown as float32, others as they are."""
+    arrays = {fqn: value for fqn, value in values.items() if isinstance(value, np.ndarray)}
+    return {fqn: repr(value) for fqn, value in values.items()} | {
+        fqn: f"{array.shape} {array.astype(np.float32).tobytes().hex()}" for fqn, array in arrays.items()
+    }
+
+
+NUMBERS = [0, 1, 20, 22, 45, 64, 2**15, 2**16 - 1, 2**16, 2**31, 2**32 - 2, 2**32 - 1, 2**32, 2**62, 2**64 - 1]
+
+
+def changed_archive(rand: random.Random, data: bytes, other: bytes) -> bytes:
+    """Return an archive after one to three changes of its bytes, or of the records in its central directory."""
+    for _ in range(rand.choice((1, 1, 1, 2, 3))):
+        data = rand.choice((_change_bytes, _change_bytes, _change_records))(rand, data, other)
+    return data
+
+
+def _change_bytes(rand: random.Random, data: bytes, other: bytes) -> bytes:
+    # Half of the changes are near the beginning of a record.
+    places = [*(match.start() for match in re.finditer(b"PK[\1-\7][\2-\7]", data)), len(data) - 22]
+    place = rand.randrange(len(data) + 1) if rand.random() < 0.5 else rand.choice(places) + rand.randrange(60)
+    begin = min(max(place, 0), len(data))
+    end = min(len(data), begin + rand.choice((1, 2, 4, 30, 46, 64, 300, len(data))))
+    source = rand.randrange(len(data) + 1)
+    size = rand.choice((2, 4, 8))
+    pick = rand.randrange(9)
+    if pick == 0 and begin < len(data):
+        return data[:begin] + bytes([data[begin] ^ 1 << rand.randrange(8)]) + data[begin + 1 :]
+    if pick == 1:
+        return data[:begin] + data[end:]
+    if pick == 2:
+        return data[:begin] + rand.choice((bytes(end - begin), rand.randbytes(end - begin))) + data[begin:]
+    if pick == 3:
+        return data[:begin] + data[begin:end] + data[begin:]
+    if pick == 4:  # swap two ranges
+        first, second = sorted((begin, source))
+        middle = rand.randint(first, second)
+        return data[:first] + data[middle:second] + data[first:middle] + data[second:]
+    if pick == 5:
+        return data[:begin] + (rand.choice(NUMBERS) % 256**size).to_bytes(size, "little") + data[begin + size :]
+    if pick == 6:
+        return data[:begin] + other[rand.choice((begin, begin, source)) :]
+    if pick == 7:
+        return data[:begin] + other[begin:end] + data[end:]
+    return rand.choice((other + data, data + other, data[:begin], data[begin:]))
+
+
+def split_directory(data: bytes) -> tuple[bytes, list[bytes]]:
+    """Return the bytes before the central directory of an archive, and the records in it."""
+    offset = data.find(b"PK\1\2")
+    split = [part for part in re.split(rb"(?=PK\x01\x02)", data[offset:-22]) if part]
+    return data[:offset], split
+
+
+def join_directory(before: bytes, split: list[bytes]) -> bytes:
+    """Return an archive whose end record fits these records."""
+    size = sum(map(len, split))
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, len(split), len(split), size, len(before), 0)
+    return before + b"".join(split) + end
+
+
+def _change_records(rand: random.Random, data: bytes, other: bytes) -> bytes:
+    """Change records of the central directory in such a way that the end record fits them."""
+    before, split = split_directory(data)
+    if len(split) < 2 or min(map(len, split)) < 46 or len(before) >= 2**32:
+        return data
+    one, two = rand.sample(range(len(split)), 2)
+    first, second = split[one], split[two]
+    name, taken = first[46:], rand.choice((second[46:], *NAMES))
+    pick = rand.randrange(6)
+    if pick == 0:
+        split[one], split[two] = second, first
+    elif pick == 1:
+        split.insert(two, first)
+    elif pick == 2:
+        del split[one]
+    elif pick == 3:
+        split[one] = first[:28] + struct.pack("<H", len(taken)) + first[30:46] + taken
+        if rand.random() < 0.5:
+            split[two] = second[:28] + struct.pack("<H", len(name)) + second[30:46] + name
+    elif pick == 4:  # exchange the offsets, sizes or checksums
+        begin, end = rand.choice(((16, 20), (20, 28), (42, 46), (16, 28)))
+        split[one] = first[:begin] + second[begin:end] + first[end:]
+        split[two] = second[:begin] + first[begin:end] + second[end:]
+    else:
+        begin, size = rand.choice(((8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (34, 2), (38, 4), (42, 4)))
+        number = rand.choice((*NUMBERS, int.from_bytes(first[begin : begin + size], "little") + rand.choice((-1, 1))))
+        split[one] = first[:begin] + (number % 256**size).to_bytes(size, "little") + first[begin + size :]
+    return join_directory(before, split)
+
+
+NAMES = [b"", b"/etc/passwd", b"../canary/secret", b"model/../zarr.json", b"zarr.json", b"model\\w", b"model/"]
+NAMES += [b"C:\\x", b"\xff", b"a\0b", b"@zarrckpt/zarr.json", b"x" * 300, b"model//w", b"./zarr.json"]
+
+
 # -- bombs
 
 
@@ -733,6 +882,7 @@ CAMPAIGNS: dict[str, Callable[[Watch, Path, int, int], Result]] = {
     "documents": documents,
     "shapes": shapes,
     "markers": markers,
+    "archives": archives,
 }
 
 

@@ -135,6 +135,8 @@ def _tensorstore_array(place: str, path: str, storage_options: dict[str, Any] | 
     import tensorstore
 
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{place}/{path}/"}
+    if place.endswith(".zip"):
+        kvstore = {"driver": "zip", "base": {"driver": "file", "path": place}, "path": f"{path}/"}
     if storage_options is not None:
         bucket, _, key = place.removeprefix("s3://").partition("/")
         options = {"endpoint": storage_options["endpoint_url"], "aws_region": os.environ["AWS_REGION"]}
@@ -171,6 +173,13 @@ def _obstore(text: str) -> Any:
     return zarr.storage.ObjectStore(store, read_only=True)
 
 
+@functools.cache
+def _zip(path: str) -> Any:
+    import zarr
+
+    return zarr.storage.ZipStore(path, mode="r")
+
+
 def probe(reader: str, cases: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[tuple[str, Any]]:
     """Read parts of arrays: ("read", elements), ("warned", elements), or ("raised", the error's type).
 
@@ -181,6 +190,8 @@ def probe(reader: str, cases: list[dict[str, Any]], environment: dict[str, str] 
     found: list[tuple[str, Any]] = []
     for case in cases:
         place = _obstore(json.dumps(case["obstore"])) if "obstore" in case else case["place"]
+        if str(place).endswith(".zip") and reader not in ("zarrckpt", "tensorstore"):
+            place = _zip(place)
         box = tuple(slice(*pair) for pair in case["box"]) if "box" in case else ...
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

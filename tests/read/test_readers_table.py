@@ -119,6 +119,10 @@ def _forms(rows: Rows) -> None:
     assert all(ckpt[name].shards for name in large)
     rows.add("subchunks (`sharding_indexed`)", ckpt, large)
     rows.add("a part of an array with subchunks", ckpt, large, PART)
+    plain = {"w": torch.randn(30, 7), "x y": torch.ones(2), "scalar": torch.ones(())}
+    ckpt = rows.save("archive.zarr.zip", {"m": plain, **large})
+    rows.add("an archive, one ZIP file", ckpt, {f"m.{name}": tensor for name, tensor in plain.items()} | large)
+    rows.add("an archive, one ZIP file", ckpt, {"m.w": plain["w"]}, [[3, 7], [1, 2]])
 
 
 def _compressed(rows: Rows) -> None:

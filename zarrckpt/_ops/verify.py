@@ -125,6 +125,8 @@ class _Verification:
 
     def run(self, quick: bool) -> _Verification:
         listed = self._listed
+        if not quick:
+            self._store.begin_record_checks()
         if self._store.lists_all:
             listed |= {info.key: info.size for info in self._store.list()}
             if NODE not in listed:
@@ -146,7 +148,9 @@ class _Verification:
         else:
             run_jobs((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
             self.nbytes = self._tally.done
-            self.damages += [Damage(key or self._store.url, "", fault) for key, fault in self._store.record_faults()]
+            faults = self._store.record_faults({item.key for item in expected})
+            noted = {damage.key for damage in self.damages}
+            self.damages += [Damage(key or self._store.url, "", fault) for key, fault in faults if key not in noted]
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
         return self

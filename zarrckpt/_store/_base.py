@@ -10,7 +10,7 @@ import abc
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -299,10 +299,13 @@ class Store(abc.ABC):
         Raises IncompleteSaveError if one of the ``keys`` was not put exactly once, or another key was put.
         """
 
-    def record_faults(self) -> Iterable[tuple[str, str]]:
-        """Return the key of each object whose records in the archive are damaged, and the fault. "" for the archive.
+    def begin_record_checks(self) -> None:  # noqa: B027 - only archives need it
+        """Begin to check the records of entries that are read in order, until :meth:`record_faults`."""
 
-        One small read for each object.
+    def record_faults(self, keys: Collection[str]) -> Iterable[tuple[str, str]]:
+        """Return the key of each entry whose records in the archive are damaged, and the fault. "" for the archive.
+
+        Entries that are not among ``keys`` are also faults.
         """
         return ()
 

@@ -8,8 +8,8 @@ unfinished archive of a save is there too, beside its marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
@@ -28,6 +28,7 @@ from zarrckpt._store._base import (
 )
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._local import LocalStore
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
 from zarrckpt._store._zip_streamed import StreamedArchive
@@ -73,6 +74,8 @@ class ZipStore(Store):
         self._parent = parent
         self._name = name
         self._index: _Index | None = None
+        self._checks: dict[str, tuple[bool, int, int]] | None = None
+        """During a check, by key: whether the local header is right, the CRC-32 of the first bytes, their number."""
         self._places: Places = {}
         self._part: LocalPart | StreamedArchive | None = None
         self._archive: LocalArchive | StreamedArchive | None = None
@@ -111,20 +114,24 @@ class ZipStore(Store):
             return None
         index = self._index or self._read_index()
         if (entry := index.entries.get(key)) is None:
+            if key == ROOT:
+                raise records.damage(self.url, f"it has no entry {ROOT!r}")
             raise _failures.not_found(key, self.url)
         return index, entry
 
     def get(self, key: str) -> bytes:
-        """Return a whole object. The root document is always read from the present archive."""
-        if key == ROOT:
-            self._read_index()
-        found = self._find(key)
-        return self._parent.get(self._beside(key)) if found is None else bytes(self.read(key, 0, found[1].size))
+        return self.get_bounded(key, MAX_WHOLE_BYTES)
 
     def get_bounded(self, key: str, max_bytes: int) -> bytes:
-        if self.size(key) > max_bytes:
+        """Return a whole object. The root document is always read from the present archive."""
+        if key == ROOT:
+            self._index = None
+        found = self._find(key)
+        if found is None:
+            return self._parent.get_bounded(self._beside(key), max_bytes)
+        if found[1].size > max_bytes:
             raise _failures.long_object(key, self.url, max_bytes)
-        return self.get(key)
+        return bytes(self.read(key, 0, found[1].size))
 
     def size(self, key: str) -> int:
         found = self._find(key)
@@ -163,10 +170,19 @@ class ZipStore(Store):
             return self._parent.read(self._beside(key), byte_offset, nbytes)
         index, entry = found
         self._check_range(key, entry, byte_offset, nbytes)
-        begin = entry.data_offset + byte_offset
+        checks = self._checks
+        header_bytes = 0 if checks is None or byte_offset else entry.data_offset - entry.header_offset
+        begin, nbytes = entry.data_offset + byte_offset - header_bytes, header_bytes + nbytes
         if begin >= index.tail_offset:
-            return index.tail[begin - index.tail_offset :][:nbytes]
-        return self._parent.read(self._name, begin, nbytes)
+            data = index.tail[begin - index.tail_offset :][:nbytes]
+        else:
+            data = self._parent.read(self._name, begin, nbytes)
+        header, data = data[:header_bytes], data[header_bytes:]
+        if checks is not None:
+            is_right, crc, end = checks.get(key) or (header == records.encode_header(key, entry), 0, 0)
+            if end == byte_offset:
+                checks[key] = is_right, records.add_crc32([data], crc), end + len(data)
+        return data
 
     @contextmanager
     def reader(self, key: str) -> Iterator[Reader]:
@@ -221,23 +237,26 @@ class ZipStore(Store):
     def refresh(self, folder: str) -> None:
         self._parent.refresh(self._beside(folder))
 
-    def record_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield the key of each entry whose records differ from those that this package writes, and the fault.
+    def begin_record_checks(self) -> None:
+        self._read_index()
+        self._checks = {}
 
-        Reads the local header of each entry. Faults of the central directory have the key "".
-        """
+    def record_faults(self, keys: Collection[str]) -> Iterator[tuple[str, str]]:
+        checks, self._checks = self._checks or {}, None
         index = self._index or self._read_index()
         stored = self._parent.read(self._name, index.directory.offset, index.directory.size)
-        expected = records.encode_directory(index.entries, index.directory.offset)
-        if bytes(stored) != expected[: index.directory.size]:
-            yield "", "the central directory differs from what zarrckpt writes for its entries"
-        with self._parent.reader(self._name) as read:
-            for key, entry in index.entries.items():
-                header = bytearray(entry.data_offset - entry.header_offset)
-                read(entry.header_offset, [memoryview(header)])
-                placed = entry.data_offset == records.data_offset(key, entry.size, entry.header_offset)
-                if not placed or header != records.encode_header(key, entry):
-                    yield key, "its local header differs from the central directory"
+        is_own = stored == records.encode_directory(index.entries, index.directory.offset)[: len(stored)]
+        if not is_own:
+            fault = "its central directory is damaged, or another program packed the archive again"
+            yield "", f"{fault}. If there is no other damage, zarrckpt cp makes an archive without it"
+        for key, entry in index.entries.items():
+            header_is_right, crc, nbytes = checks.get(key, (True, entry.crc, entry.size))
+            if key not in keys:
+                yield key, "it is not an object of the checkpoint"
+            elif is_own and not header_is_right:
+                yield key, "its local header differs from the central directory"
+            elif nbytes == entry.size and crc != entry.crc:
+                yield key, "its CRC-32 in the central directory is not that of its bytes"
 
     # -- writes
 

@@ -6,6 +6,7 @@ an extra field that aligns the data to 64 bytes, and the data. ``docs/reference/
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from zarrckpt._errors import CorruptCheckpointError, StorageError
-from zarrckpt._store._base import Buffer, check_key
+from zarrckpt._store._base import Buffer
 
 ALIGNMENT = 64
 """The data of each entry begins at a multiple of this, so that it can be mapped to memory and read directly."""
@@ -43,6 +44,8 @@ _UTF8 = 1 << 11
 _FIRST_DAY = 0x21
 """1980-01-01, the first date that a ZIP archive can store."""
 _UNIX, _PLAIN_FILE = 3 << 8, 0o100644 << 16
+_NAME = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\\:\0]+(?:/(?=.)|\Z))+", re.DOTALL)
+"""Names of files below a folder, without a component that is "." or ".."."""
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
 _LIMIT_OF_32_BITS = _MAX32 - 1
 
@@ -88,13 +91,13 @@ def align(offset: int) -> int:
 
 
 def encode_header(name: str, entry: ZipEntry) -> bytes:
-    """Return the local header of an entry, with padding up to its data."""
+    """Return the local header of an entry, with padding up to the next multiple of the alignment."""
     stored, extra = name.encode(), b""
     size = entry.size
     if size > _LIMIT_OF_32_BITS:
         extra, size = _FIELD.pack(_ZIP64, 16) + struct.pack("<2Q", size, size), _MAX32
     used = entry.header_offset + _LOCAL.size + len(stored) + len(extra) + _FIELD.size
-    padding = entry.data_offset - used
+    padding = align(used + 2) - used
     extra += _FIELD.pack(_ALIGNING, padding) + ALIGNMENT.to_bytes(padding, "little")
     fields = (_version(size == _MAX32), _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
     return _LOCAL.pack(b"PK\3\4", *fields) + stored + extra
@@ -111,6 +114,8 @@ def encode_directory(entries: Mapping[str, ZipEntry], offset: int) -> bytes:
         fields = (_UNIX | version, version, _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
         records += [_CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, _PLAIN_FILE, at), stored, extra]
     directory = b"".join(records)
+    if len(directory) > MAX_DIRECTORY_BYTES:
+        raise StorageError(f"an archive cannot have {len(entries):,} entries. Save to a folder, or in larger chunks")
     return directory + encode_end(Directory(offset, len(directory), len(entries)))
 
 
@@ -157,10 +162,7 @@ def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
     if tail[-end:] != encode_end(found) or disk or first_disk or here != count or comment:
         raise damage(url, "its end records do not agree with each other, or have a comment")
     if offset + size + end != file_bytes:
-        raise damage(
-            url,
-            f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}",
-        )
+        raise damage(url, f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}")
     if size > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > size:
         raise damage(url, f"its central directory cannot have {count:,} entries in {size:,} bytes")
     return found
@@ -186,10 +188,11 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
         if signature != b"PK\1\2" or position > len(data):
             raise damage(url, "its central directory has a damaged entry")
         name = _parse_name(bytes(data[begin : begin + name_bytes]), names, url)
-        extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
-        stored_size, size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
+        if _MAX32 in (size, stored_size, header_offset):
+            extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
+            size, stored_size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
         if method or stored_size != size or flags & ~_UTF8 or disk:
-            raise damage(url, f"its entry {name!r} is compressed, encrypted or split. Unpack it and copy the folder")
+            raise damage(url, f"its entry {name!r} is compressed, encrypted or split", "Unpack it and open the folder")
         records.append((header_offset, name, crc, size, name_bytes))
     if position != len(data):
         raise damage(url, "its central directory has bytes after the last entry")
@@ -197,17 +200,15 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
 
 
 def _parse_name(stored: bytes, names: set[str], url: str) -> str:
-    try:
-        name = check_key(stored.decode())
-    except (UnicodeDecodeError, StorageError):
-        name = ""
-    if not name or name in names or "\\" in name or ":" in name:
-        raise damage(url, f"its entry {stored!r:.200} has a name that is used twice, or is no relative path")
+    name = stored.decode(errors="ignore")
+    if name.encode() != stored or name in names or not _NAME.fullmatch(name):
+        fault = f"its entry {stored!r:.200} has a name that is used twice, or is that of no file below a folder"
+        raise damage(url, fault, "Unpack it and open the folder")
     names.add(name)
     return name
 
 
-def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> tuple[int, int, int]:
+def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> list[int]:
     """Return the size, stored size and offset of an entry, with numbers of 8 bytes from its ZIP64 field."""
     fields: dict[int, bytes] = {}
     while len(extra) >= _FIELD.size:
@@ -217,8 +218,7 @@ def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> 
     found = [int.from_bytes(wide[at : at + 8], "little") for at in range(0, len(wide) - 7, 8)]
     if sum(number == _MAX32 for number in numbers) > len(found):
         raise damage(url, f"its entry {name!r} lacks a ZIP64 field")
-    size, stored_size, offset = (found.pop(0) if number == _MAX32 else number for number in numbers)
-    return stored_size, size, offset
+    return [found.pop(0) if number == _MAX32 else number for number in numbers]
 
 
 def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str) -> dict[str, ZipEntry]:
@@ -237,5 +237,5 @@ def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str
     return entries
 
 
-def damage(url: str, fault: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"the archive {url} is damaged: {fault}. Load an earlier checkpoint")
+def damage(url: str, fault: str, step: str = "Load an earlier checkpoint") -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the archive {url} is damaged: {fault}. {step}")
