@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
@@ -57,6 +57,14 @@ class _Index:
         self.directory = directory
 
 
+class _OpenFile:
+    """An archive that is open for reading as long as this object exists."""
+
+    def __init__(self, parent: Store, name: str) -> None:
+        self._reader = parent.reader(name)
+        self.read = self._reader.__enter__()
+
+
 class ZipStore(Store):
     """The objects of a checkpoint in the archive ``name`` of a parent store. Methods are those of :class:`Store`."""
 
@@ -71,6 +79,7 @@ class ZipStore(Store):
         self._parent = parent
         self._name = name
         self._index: _Index | None = None
+        self._opened: _OpenFile | None = None
         self._places: Places = {}
         self._part: LocalPart | None = None
         self._archive: LocalArchive | None = None
@@ -162,21 +171,27 @@ class ZipStore(Store):
             return index.tail[begin - index.tail_offset :][:nbytes]
         return self._parent.read(self._name, begin, nbytes)
 
-    @contextmanager
-    def reader(self, key: str) -> Iterator[Reader]:
+    def reader(self, key: str) -> AbstractContextManager[Reader]:
         found = self._find(key)
         if found is None:
-            with self._parent.reader(self._beside(key)) as read:
-                yield read
-            return
-        entry = found[1]
-        with self._parent.reader(self._name) as read_archive:
+            return self._parent.reader(self._beside(key))
+        entry, opened = found[1], self._opened or _OpenFile(self._parent, self._name)
 
-            def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
-                self._check_range(key, entry, byte_offset, sum(map(len, buffers)))
-                read_archive(entry.data_offset + byte_offset, buffers)
+        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
+            self._check_range(key, entry, byte_offset, sum(map(len, buffers)))
+            opened.read(entry.data_offset + byte_offset, buffers)
 
-            yield read
+        return nullcontext(read)
+
+    @contextmanager
+    def keep_open(self) -> Iterator[None]:
+        # If the archive is missing, the first read explains that.
+        with suppress(ObjectNotFoundError):
+            self._opened = _OpenFile(self._parent, self._name)
+        try:
+            yield
+        finally:
+            self._opened = None
 
     def _check_range(self, key: str, entry: ZipEntry, byte_offset: int, nbytes: int) -> None:
         if byte_offset + nbytes > entry.size:

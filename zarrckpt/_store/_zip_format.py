@@ -171,8 +171,9 @@ def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, Z
         if signature != b"PK\1\2" or position > len(data):
             raise damage(url, "its central directory has a damaged entry")
         name = _parse_name(bytes(data[begin : begin + name_bytes]), names, url)
-        extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
-        stored_size, size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
+        if _MAX32 in (size, stored_size, header_offset):
+            extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
+            stored_size, size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
         if method or stored_size != size or flags & ~_UTF8 or disk:
             raise damage(url, f"its entry {name!r} is compressed, encrypted or split. Unpack it and copy the folder")
         records.append((header_offset, name, crc, size, name_bytes))
