@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -319,15 +319,15 @@ class BytesBudget:
         finally:
             self._release(need)
 
-    @contextmanager
-    def take(self, nbytes: int, elsewhere: int = 0) -> Iterator[Bytes]:
+    def take(self, nbytes: int, elsewhere: int = 0) -> AbstractContextManager[Bytes]:
         """Lend uninitialised memory, and count ``elsewhere`` bytes that the job allocates itself.
 
         A job takes all its memory in one call. Jobs that hold some and wait for more could wait for each other.
         """
-        if not nbytes + elsewhere:
-            yield np.empty(0, np.uint8)
-            return
+        return self._take(nbytes, elsewhere) if nbytes + elsewhere else nullcontext(np.empty(0, np.uint8))
+
+    @contextmanager
+    def _take(self, nbytes: int, elsewhere: int) -> Iterator[Bytes]:
         size = _rounded(nbytes)
         need = min(size + elsewhere, self.limit)
         with self._changed:

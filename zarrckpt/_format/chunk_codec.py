@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -240,8 +241,9 @@ def copy_shared(node: ArrayNode, index: Ints, number: int, data: RawArray, box: 
 
 def elements_of(node: ArrayNode, index: Ints, number: int) -> Box:
     """Return the box of a subchunk in the array, including padding."""
-    box = node.grid.subchunk_box(number)
-    origin = tuple(c * n for c, n in zip(index, node.grid.chunk_shape, strict=True))
-    if node.grid.subchunk_shape is None:
-        return Box(origin, box.shape)
-    return Box(tuple(map(sum, zip(origin, box.offset, strict=True))), box.shape)
+    grid = node.grid
+    origin = tuple(map(operator.mul, index, grid.chunk_shape))
+    if grid.subchunk_shape is None:
+        return Box(origin, grid.chunk_shape)
+    box = grid.subchunk_box(number)
+    return Box(tuple(map(operator.add, origin, box.offset)), box.shape)

@@ -92,7 +92,7 @@ class ArrayNode:
 
     def under(self, tree: str) -> ArrayNode:
         """Return the same array with a path relative to the checkpoint's url."""
-        return self.at(join(tree, self.path))
+        return self.at(join(tree, self.path)) if tree else self
 
     def document(self) -> Json:
         """Return the array's ``zarr.json``. Do not change it: arrays that differ only in their path share it."""

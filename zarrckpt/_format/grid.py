@@ -98,8 +98,8 @@ class Grid(NamedTuple):
         return ravel(index, self.counts)
 
     def chunks_of(self, box: Box) -> Iterator[Ints]:
-        """Yield the indices of the chunks that overlap a box, in C order."""
-        yield from _cells_of(box, self.chunk_shape)
+        """Return the indices of the chunks that overlap a box, in C order."""
+        return _cells_of(box, self.chunk_shape)
 
     def subchunk_box(self, number: int) -> Box:
         """Return the box of the subchunk with this number in C order. The offset is relative to the chunk."""
@@ -148,5 +148,6 @@ def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:
 
 
 def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:
-    if box.size:
-        yield from itertools.product(*(range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)))
+    if not box.size:
+        return iter(())
+    return itertools.product(*(range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -320,7 +321,7 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
     if not isinstance(metadata, dict) or not same_json(consolidated, {"kind": "inline", "must_understand": False}):
         raise CorruptCheckpointError(f"{where} has no inline consolidated metadata")
     nodes: dict[str, ArrayNode] = {}
-    forms: dict[str, ArrayNode] = {}
+    forms: dict[bytes, ArrayNode] = {}
     groups = set()
     prefix = f"{tree}/" if tree else ""
     for path, node in metadata.items():
@@ -331,7 +332,7 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
         elif not path.startswith(prefix):
             raise CorruptCheckpointError(f"{where}: array {path!r:.200} is outside the tree {tree!r}")
         else:
-            relative, form = path.removeprefix(prefix), repr(node)
+            relative, form = path.removeprefix(prefix), pickle.dumps(node, 5)
             # Parsed once for all arrays with this document, because many layers have equal documents.
             known = forms.get(form) or forms.setdefault(form, parse_array(relative, node))
             nodes[relative] = known.at(relative)

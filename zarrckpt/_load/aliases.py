@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ def separate_targets(
         if _are_same_view_and_content(catalog, members):
             for index in group[1:]:
                 del kept[index]
-            kept[group[0]] = dataclasses.replace(members[0], on_filled=_call_all([one.on_filled for one in members]))
+            kept[group[0]] = members[0]._replace(on_filled=_call_all([one.on_filled for one in members]))
         elif _have_equal_contents(catalog, members, limit):
             kept.update((index, _fill_by_copy(targets[index])) for index in group)
         else:
@@ -252,7 +251,7 @@ def _fill_by_copy(target: TensorTarget) -> TensorTarget:
             target.tensor.copy_(own)
         target.on_filled()
 
-    return dataclasses.replace(target, tensor=own, on_filled=copy)
+    return target._replace(tensor=own, on_filled=copy)
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ from zarrckpt._read.chunks import (
 from zarrckpt._state.tensors import CopiedTensor, can_view, raw_view, target_fault, torch_dtype, transfer_memory
 
 
-@dataclass(frozen=True)
-class TensorTarget:
+class TensorTarget(NamedTuple):
     """A tensor to fill with a box of an array."""
 
     fqn: str
@@ -196,7 +195,9 @@ class TensorReads:
                 stored = stored_next()
 
     def _run_jobs(self, jobs: Iterable[Callable[[], None]]) -> None:
-        run_jobs(jobs, self._catalog.store.useful_concurrency)
+        store = self._catalog.store
+        with store.keep_open():
+            run_jobs(jobs, store.useful_concurrency)
 
     def _fetch_ranges(self, step: ShareRound | None) -> dict[SubchunkRange, RawArray]:
         """Fetch and return the ranges of a round. None stands for the end, and returns an empty dict."""

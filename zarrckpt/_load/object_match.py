@@ -125,7 +125,7 @@ class ObjectMatch:
             if element is not None:
                 box = Box((element.index, *target.box.offset), (1, *target.box.shape))
                 target = TensorTarget(element.stack, box, target.tensor[None], name=target.name)
-            yield dataclasses.replace(target, fqn=self.saved.stored_name(target.fqn))
+            yield target._replace(fqn=self.saved.stored_name(target.fqn))
 
     def replace_by_new_tensors(self, names: Iterable[str], *, optimizers: bool = False) -> None:
         """Replace targets of Stateful objects (or of optimizers) by new tensors. ``restore`` passes these to them."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ from zarrckpt._state.optimizers import OptimizerTarget
 from zarrckpt._state.tensors import plain_tensor
 
 
-@dataclass(frozen=True)
-class _ReadTensor:
+class _ReadTensor(NamedTuple):
     """The shape and dtype of a target, and a checksum of each of its boxes, directly after the read."""
 
     shape: Ints
@@ -30,8 +28,7 @@ class _ReadTensor:
     """The value if the tensor has one element."""
 
 
-@dataclass(frozen=True)
-class _ReadValue:
+class _ReadValue(NamedTuple):
     """A copy of a value that was read. load_state_dict may change the value itself."""
 
     form: object
@@ -81,9 +78,10 @@ class ReadEntries:
         changed: dict[str, str] = {}
         gone = []
         found, _ = flatten(now.state)
-        containers = {stem for fqn in found for stem in stems(fqn) if stem != fqn}
+        skipped = (*now.unreadable, *now.unchecked)
+        containers = {stem for fqn in found if "." in fqn for stem in stems(fqn.rpartition(".")[0])}
         for fqn, read in self._read.items():
-            if any(f"{fqn}.".startswith(prefix) for prefix in (*now.unreadable, *now.unchecked)):
+            if f"{fqn}.".startswith(skipped):
                 continue
             if fqn in found:
                 difference = self._difference(fqn, read, found[fqn])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,9 @@ class ArchivePlan:
     def places(self, node: ArrayNode, chunks: Iterable[Ints]) -> Iterator[tuple[str, Place]]:
         """Yield the key and the place of chunks of an array. Yields none of a compressed array."""
         if node.compression is None:
-            size = chunk_object_bytes(node)
-            headers = _header_offsets(node, self.starts[node.path])
+            entries = _Entries.of(node, self.starts[node.path])
             for index in chunks:
-                number = node.grid.chunk_number(index)
-                yield node.chunk_key(index), Place(int(headers[number]), size)
+                yield node.chunk_key(index), Place(entries.header_offset(node.grid.chunk_number(index)), entries.size)
 
 
 def plan_archive(nodes: Iterable[ArrayNode]) -> ArchivePlan:
@@ -42,25 +40,44 @@ def plan_archive(nodes: Iterable[ArrayNode]) -> ArchivePlan:
     for node in sorted(nodes, key=lambda node: node.path):
         if node.compression is None:
             starts[node.path] = end
-            end = int(_header_offsets(node, end)[-1])
+            end = _Entries.of(node, end).header_offset(node.grid.num_chunks)
     return ArchivePlan(starts, end)
 
 
-def _header_offsets(node: ArrayNode, start: int) -> np.ndarray[Any, Any]:
-    """Return the offsets of the local headers of an array's chunks in C order, and the end of the last chunk."""
-    size = chunk_object_bytes(node)
-    if node.grid.num_chunks == 0:
-        return np.array([start])
-    prefix = len(node.chunk_key((0,) * len(node.grid.counts)).encode()) - len(node.grid.counts)
-    digits = [np.array([len(str(i)) for i in range(count)]) for count in node.grid.counts]
-    names = prefix + reduce(np.add.outer, digits, np.zeros((), np.int64)).reshape(-1)
-    headers = names + header_bytes(0, size)
-    steps = size + headers
-    steps[0] = start + headers[0]
+class _Entries(NamedTuple):
+    """The entries of the chunks of an array, one after the other, in C order."""
+
+    start: int
+    """The offset of the first local header."""
+    data: int
+    """The offset of the first chunk."""
+    size: int
+    """The size of each chunk object in bytes."""
+    ends: Sequence[int]
+    """The offset after each chunk, relative to the first chunk."""
+
+    @classmethod
+    def of(cls, node: ArrayNode, start: int) -> _Entries:
+        size, first = chunk_object_bytes(node), node.chunk_key((0,) * len(node.grid.counts))
+        fixed = len(first.encode()) - len(node.grid.counts)
+        return cls(start, data_offset(first, size, start), size, _ends(fixed, node.grid.counts, size))
+
+    def header_offset(self, number: int) -> int:
+        """Return the offset of the local header of a chunk. The number after the last one gives the end."""
+        return self.data + self.ends[number - 1] if number else self.start
+
+
+@lru_cache(1024)
+def _ends(fixed: int, counts: Ints, size: int) -> Sequence[int]:
+    """Return :attr:`_Entries.ends`. ``fixed`` is the size of a key without the digits of the chunk's index.
+
+    Cached, because many layers have arrays of the same shape, with keys of the same size.
+    """
+    digits = [np.array([len(str(i)) for i in range(count)], np.int64) for count in counts]
+    names = fixed + reduce(np.add.outer, digits, np.zeros((), np.int64)).reshape(-1)
     # Each entry begins where the data of the one before ends, and its data at a multiple of the alignment.
-    aligned = -(-steps // ALIGNMENT) * ALIGNMENT
-    data = np.cumsum(aligned)
-    return np.concatenate([[start], data + size])
+    steps = -(-(size + names + header_bytes(0, size)) // ALIGNMENT) * ALIGNMENT
+    return (np.cumsum(steps) - steps[:1] + size).data
 
 
 def place_in_order(sizes: Iterable[tuple[str, int]]) -> dict[str, Place]:

@@ -57,8 +57,9 @@ def fill_boxes(
         if box.size  # a box without elements does not need the table either
         for job in catalog.stored_array(node).box_jobs(box, target, budget)
     )
-    with catalog.explaining_damage():
-        run_jobs(jobs, catalog.store.useful_concurrency)
+    store = catalog.store
+    with catalog.explaining_damage(), store.keep_open():
+        run_jobs(jobs, store.useful_concurrency)
 
 
 def read_arrays(

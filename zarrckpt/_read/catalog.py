@@ -99,8 +99,9 @@ class Catalog:
 
     def stored_array(self, node: ArrayNode) -> StoredArray:
         """Return an array with its store, its path there and its parts of the tables."""
-        node_in_store = node.under(self.root.tree)
-        return StoredArray(self.store, node_in_store, self.checksums(node), self.sizes(node))
+        tables = self._tables or self._read_tables()
+        checksums, sizes = tables.checksums[node.path], tables.sizes.get(node.path)
+        return StoredArray(self.store, node.under(self.root.tree), checksums, sizes)
 
     def _read_tables(self) -> _Tables:
         """Return the tables of checksums and sizes. The first call reads them, in parallel."""
@@ -145,7 +146,7 @@ class Catalog:
         A damaged document can have any number of chunks, and readers build lists of them. Reads the tables for arrays
         of more than 65,536 subchunks, and makes no other request.
         """
-        if node.grid.num_subchunks > _UNCHECKED_SUBCHUNKS:
+        if self._tables is None and node.grid.num_subchunks > _UNCHECKED_SUBCHUNKS:
             with self.explaining_damage():
                 # The root has the table's length for all of its arrays. The read fails if the table is shorter.
                 self._read_tables()
@@ -269,6 +270,7 @@ def _parts(table: RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
     """Cut a table with an element for each subchunk into the parts of its arrays."""
     parts, first = {}, 0
     for node in nodes:
-        parts[node.path] = table[first : first + node.grid.num_subchunks]
-        first += node.grid.num_subchunks
+        count = node.grid.num_subchunks
+        parts[node.path] = table[first : first + count]
+        first += count
     return parts

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ _REQUESTS = 32
 """Number of requests that must fit into the memory bound if they are larger than READ_BYTES."""
 
 
-@dataclass(frozen=True)
-class StoredArray:
+class StoredArray(NamedTuple):
     """An array of a checkpoint, with its store and its parts of the tables."""
 
     store: Store
@@ -98,23 +96,18 @@ class StoredArray:
     def read_end_of_first_chunk(self) -> None:
         """Read the end of the first chunk, with one request. Raises CorruptCheckpointError if it is not stored."""
         first = (0,) * len(self.node.grid.shape)
-        with self.missing_is_damage(first):
-            self.store.read(self.node.chunk_key(first), self.table(first).object_size - CRC_BYTES, CRC_BYTES)
-
-    @contextmanager
-    def missing_is_damage(self, chunk_index: Ints) -> Iterator[None]:
-        """Raise CorruptCheckpointError instead of ObjectNotFoundError."""
         try:
-            yield
+            self.store.read(self.node.chunk_key(first), self.table(first).object_size - CRC_BYTES, CRC_BYTES)
         except ObjectNotFoundError as err:
-            key = self.node.chunk_key(chunk_index)
-            raise CorruptCheckpointError(
-                f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}"
-            ) from err
+            raise self.missing_error(first) from err
+
+    def missing_error(self, chunk_index: Ints) -> CorruptCheckpointError:
+        """Return the error for a chunk that is not in the store."""
+        key = self.node.chunk_key(chunk_index)
+        return CorruptCheckpointError(f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}")
 
 
-@dataclass(frozen=True)
-class StoredSubchunks:
+class StoredSubchunks(NamedTuple):
     """Subchunks of one chunk that one job reads."""
 
     array: StoredArray
@@ -185,16 +178,15 @@ def read_local(part: StoredSubchunks, box: Box, target: BoxTarget, budget: Bytes
     direct = [find_contiguous_bytes(node, part.chunk_index, number, box, target) for number in part.numbers]
     need = size if any(data is None for data in direct) else 0
     filled = 0
-    with (
-        array.missing_is_damage(part.chunk_index),
-        array.store.reader(part.key) as read_at,
-        budget.take(need) as scratch,
-    ):
-        for number, data in zip(part.numbers, direct, strict=True):
-            buffer = scratch if data is None else data
-            if _read_checked(read_at, part.table.begin(number), buffer) != part.table.checksums[number]:
-                raise altered_error(part, number)
-            filled += size if data is not None else copy_shared(node, part.chunk_index, number, buffer, box, target)
+    try:
+        with array.store.reader(part.key) as read_at, budget.take(need) as scratch:
+            for number, data in zip(part.numbers, direct, strict=True):
+                buffer = scratch if data is None else data
+                if _read_checked(read_at, part.table.begin(number), buffer) != part.table.checksums[number]:
+                    raise altered_error(part, number)
+                filled += size if data is not None else copy_shared(node, part.chunk_index, number, buffer, box, target)
+    except ObjectNotFoundError as err:
+        raise array.missing_error(part.chunk_index) from err
     return len(part.numbers) * (size + CRC_BYTES), filled
 
 
@@ -203,13 +195,13 @@ def _read_checked(read_at: Reader, byte_offset: int, data: RawArray) -> int | No
 
     Reads by blocks that fit into the CPU cache, so that a block's checksum is computed while it is there.
     """
-    stored, crc = np.empty(CRC_BYTES, np.uint8), 0
-    for begin in range(0, len(data), BLOCK_BYTES):
-        block = data[begin : begin + BLOCK_BYTES]
-        tail = [stored.data] if begin + len(block) == len(data) else []
-        read_at(byte_offset + begin, [block.data, *tail])
+    stored, crc, view = bytearray(CRC_BYTES), 0, data.data
+    for begin in range(0, len(view), BLOCK_BYTES):
+        block = view[begin : begin + BLOCK_BYTES]
+        tail = [memoryview(stored)] if begin + len(block) == len(view) else []
+        read_at(byte_offset + begin, [block, *tail])
         crc = crc32c(block, crc)
-    return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
+    return crc if crc == int.from_bytes(stored, "little") else None
 
 
 def read_neighbours(part: StoredSubchunks, box: Box, target: BoxTarget, budget: BytesBudget) -> tuple[int, int]:
@@ -260,10 +252,12 @@ def fetch(part: StoredSubchunks, stored: RawArray | None = None) -> RawArray:
     Raises CorruptCheckpointError for a missing object.
     """
     store, begin = part.array.store, part.table.begin(part.numbers[0])
-    with part.array.missing_is_damage(part.chunk_index):
+    try:
         if stored is None:
             return np.frombuffer(store.read(part.key, begin, part.nbytes), np.uint8)
         store.read_into(part.key, begin, stored.data)
+    except ObjectNotFoundError as err:
+        raise part.array.missing_error(part.chunk_index) from err
     return stored
 
 

@@ -170,11 +170,13 @@ class StrictStore(Store):
             start, stop = _extent(byte_range, table.object_size)
             # A part of a subchunk has no checksum, so whole subchunks are read.
             begin, end = table.align(start, stop)
-            with array.missing_is_damage(chunk_index):
+            try:
                 if end - begin < table.object_size:
                     stored = array.store.read(key, begin, end - begin)
                 else:  # without a range, which some web servers do not support
                     stored = memoryview(array.store.get_bounded(key, table.object_size))
+            except ObjectNotFoundError as err:
+                raise array.missing_error(chunk_index) from err
             if len(stored) != end - begin or not table.check(begin, np.frombuffer(stored, np.uint8)):
                 raise CorruptCheckpointError(
                     f"chunk {key!r} of array {node.path!r} in {self._catalog.store.url} is damaged: its size or a "

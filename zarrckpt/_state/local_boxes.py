@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ _BOX_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 def has_box_attributes(value: object) -> bool:
     """Whether a value is a tensor with the four attributes that describe its boxes of a global tensor."""
-    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _BOX_FIELDS)
+    return isinstance(value, torch.Tensor) and all(map(partial(hasattr, value), _BOX_FIELDS))
 
 
 def global_shape(tensor: Any) -> Ints:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
@@ -241,8 +241,11 @@ class Store(abc.ABC):
         self.read_into(key, byte_offset, buffer)
         return buffer.toreadonly()
 
-    @contextmanager
-    def reader(self, key: str) -> Iterator[Reader]:
+    def keep_open(self) -> AbstractContextManager[None]:
+        """Return a context in which an archive is opened once for the reads of many entries."""
+        return nullcontext()
+
+    def reader(self, key: str) -> AbstractContextManager[Reader]:
         """Return a context manager for several reads of one object. It yields a :data:`Reader`.
 
         Errors are those of :meth:`read_into`. One request per buffer.
@@ -253,7 +256,7 @@ class Store(abc.ABC):
                 self.read_into(key, byte_offset, buffer)
                 byte_offset += len(buffer)
 
-        yield read
+        return nullcontext(read)
 
     @abc.abstractmethod
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:

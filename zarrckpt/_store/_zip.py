@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
@@ -60,6 +60,14 @@ class _Index:
         self.directory = directory
 
 
+class _OpenFile:
+    """An archive that is open for reading as long as this object exists."""
+
+    def __init__(self, parent: Store, name: str) -> None:
+        self._reader = parent.reader(name)
+        self.read = self._reader.__enter__()
+
+
 class ZipStore(Store):
     """The objects of a checkpoint in the archive ``name`` of a parent store. Methods are those of :class:`Store`."""
 
@@ -76,6 +84,7 @@ class ZipStore(Store):
         self._index: _Index | None = None
         self._checks: dict[str, tuple[bool, int, int]] | None = None
         """During a check, by key: whether the local header is right, the CRC-32 of the first bytes, their number."""
+        self._opened: _OpenFile | None = None
         self._places: Places = {}
         self._part: LocalPart | StreamedArchive | None = None
         self._archive: LocalArchive | StreamedArchive | None = None
@@ -184,21 +193,27 @@ class ZipStore(Store):
                 checks[key] = is_right, records.add_crc32([data], crc), end + len(data)
         return data
 
-    @contextmanager
-    def reader(self, key: str) -> Iterator[Reader]:
+    def reader(self, key: str) -> AbstractContextManager[Reader]:
         found = self._find(key)
         if found is None:
-            with self._parent.reader(self._beside(key)) as read:
-                yield read
-            return
-        entry = found[1]
-        with self._parent.reader(self._name) as read_archive:
+            return self._parent.reader(self._beside(key))
+        entry, opened = found[1], self._opened or _OpenFile(self._parent, self._name)
 
-            def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
-                self._check_range(key, entry, byte_offset, sum(map(len, buffers)))
-                read_archive(entry.data_offset + byte_offset, buffers)
+        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
+            self._check_range(key, entry, byte_offset, sum(map(len, buffers)))
+            opened.read(entry.data_offset + byte_offset, buffers)
 
-            yield read
+        return nullcontext(read)
+
+    @contextmanager
+    def keep_open(self) -> Iterator[None]:
+        # If the archive is missing, the first read explains that.
+        with suppress(ObjectNotFoundError):
+            self._opened = _OpenFile(self._parent, self._name)
+        try:
+            yield
+        finally:
+            self._opened = None
 
     def _check_range(self, key: str, entry: ZipEntry, byte_offset: int, nbytes: int) -> None:
         if byte_offset + nbytes > entry.size:
