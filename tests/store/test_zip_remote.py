@@ -7,6 +7,7 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import ThreadingHTTPServer
 from io import BytesIO
@@ -73,6 +74,13 @@ def web(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     server.server_close()
 
 
+@pytest.fixture
+def place(s3_stub: S3Server) -> tuple[str, dict[str, Any]]:
+    """The url of an absent archive on the S3 server of this process, and the options to reach it."""
+    bucket = s3_stub.bucket()
+    return bucket.url("x.zarr.zip"), bucket.storage_options
+
+
 def kinds(stub: S3Server) -> dict[str, int]:
     """Return the number of requests by kind since the last call."""
     found = Counter(request.kind for request in stub.requests)
@@ -136,11 +144,10 @@ def test_other_files_at_the_url_are_named(web: tuple[str, Path, list[str]]) -> N
         zarrckpt.open(f"{url}/secret.zarr.zip")
 
 
-def test_a_refused_read_from_s3_names_url_and_key(s3_stub: S3Server) -> None:
-    place = s3_stub.bucket()
+def test_a_refused_read_from_s3_names_url_and_key(s3_stub: S3Server, place: tuple[str, dict[str, Any]]) -> None:
     s3_stub.faults.refusal = "no"
-    with pytest.raises(StorageError, match=rf"'x\.zarr\.zip' in s3://{place.bucket}.*PermissionDenied"):
-        zarrckpt.open(place.url("x.zarr.zip"), storage_options=place.storage_options)
+    with pytest.raises(StorageError, match=r"'x\.zarr\.zip' in s3://stub-.*PermissionDenied"):
+        zarrckpt.open(place[0], storage_options=place[1])
 
 
 @pytest.mark.parametrize("size", [10, 400_000, 900_000], ids=["shorter", "similar", "longer"])
@@ -207,24 +214,19 @@ def test_a_long_archive_is_uploaded_in_parts(kind: str, request: pytest.FixtureR
 
 
 @pytest.mark.usefixtures("kept")
-def test_one_of_two_long_archives_is_committed(s3_stub: S3Server) -> None:
-    place = s3_stub.bucket()
-    url, options = place.url("x.zarr.zip"), place.storage_options
-    barrier, raised = threading.Barrier(2), []
+def test_one_of_two_long_archives_is_committed(s3_stub: S3Server, place: tuple[str, dict[str, Any]]) -> None:
+    url, options = place
+    barrier = threading.Barrier(2)
 
-    def save(number: int) -> None:
+    def save(number: int) -> bool:
         barrier.wait()
         try:
-            zarrckpt.save({**STATE, "step": number}, url, storage_options=options)
-        except CheckpointExistsError as error:
-            raised.append(error)
+            return bool(zarrckpt.save({**STATE, "step": number}, url, storage_options=options))
+        except CheckpointExistsError:
+            return False
 
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(raised) == 1
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(save, range(2))) == [False, True]
     assert zarrckpt.open(url, storage_options=options).verify().damages == ()
     zarrckpt.recover(url, stopped=True, storage_options=options)
     assert keys(s3_stub) == ["x.zarr.zip"]
@@ -232,10 +234,12 @@ def test_one_of_two_long_archives_is_committed(s3_stub: S3Server) -> None:
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("kind", ["part", "end", "copy"])
-def test_a_failed_upload_leaves_nothing_after_recover(s3_stub: S3Server, kind: str) -> None:
-    place = s3_stub.bucket()
-    url, options = place.url("x.zarr.zip"), place.storage_options
-    zarrckpt.save(STATE, place.url("first.zarr.zip"), storage_options=options)  # tests what the server supports
+def test_a_failed_upload_leaves_nothing_after_recover(
+    s3_stub: S3Server, place: tuple[str, dict[str, Any]], kind: str
+) -> None:
+    url, options = place
+    first = url.replace("x.zarr.zip", "first.zarr.zip")
+    zarrckpt.save(STATE, first, storage_options=options)  # tests what the server supports
     s3_stub.faults.strike = Strike(kind, 403, "AccessDenied")
     state = {**STATE, "large": torch.rand(5_000_000)}
     with pytest.raises(StorageError, match=r"@x\.zarr\.zip/.*in s3://"):
@@ -282,20 +286,30 @@ def _save_on_two_ranks(url: str, options: dict[str, Any]) -> None:
         dcp.save(state, storage_writer=ZarrStorageWriter(url, storage_options=options))
 
 
-def test_several_ranks_are_refused_before_a_put(s3_stub: S3Server) -> None:
-    place = s3_stub.bucket()
-    run_ranks(_save_on_two_ranks, place.url("x.zarr.zip"), place.storage_options, world_size=2)
+def test_several_ranks_are_refused_before_a_put(s3_stub: S3Server, place: tuple[str, dict[str, Any]]) -> None:
+    run_ranks(_save_on_two_ranks, *place, world_size=2)
     assert keys(s3_stub) == []
 
 
-def test_equal_states_give_equal_archives(s3_stub: S3Server) -> None:
-    place = s3_stub.bucket()
-    names = []
-    for number in range(2):
-        zarrckpt.save(STATE, place.url(f"{number}.zarr.zip"), storage_options=place.storage_options)
-        data = s3_stub.objects[f"{place.bucket}/{number}.zarr.zip"].data
-        with zipfile.ZipFile(BytesIO(data)) as archive:
+def test_a_manager_alone_keeps_archives(s3_stub: S3Server, place: tuple[str, dict[str, Any]]) -> None:
+    folder = place[0].removesuffix("/x.zarr.zip")
+    with zarrckpt.CheckpointManager(
+        folder, format="zip", keep=zarrckpt.Keep(newest=1), storage_options=place[1]
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, {"step": step})
+    assert keys(s3_stub) == ["@run/zarr.json", "step-00000002.zarr.zip"]
+
+
+def test_equal_states_give_equal_entries(s3_stub: S3Server, place: tuple[str, dict[str, Any]]) -> None:
+    found = []
+    for _ in range(2):
+        zarrckpt.save(STATE, place[0], overwrite=True, storage_options=place[1])
+        (stored,) = s3_stub.objects.values()
+        with zipfile.ZipFile(BytesIO(stored.data)) as archive:
             assert archive.testzip() is None
-            names.append([info.filename for info in archive.infolist() if "@zarrckpt" not in info.filename])
-    assert names[0] == names[1]
-    assert names[0][-1] == "zarr.json"
+            infos = archive.infolist()
+        assert infos[-1].filename == "zarr.json"
+        own = [(info.filename, info.header_offset, info.CRC) for info in infos if "@zarrckpt" not in info.filename]
+        found.append(own[:-1])  # the root has the save id
+    assert found[0] == found[1]

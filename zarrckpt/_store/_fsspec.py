@@ -65,6 +65,9 @@ class FsspecStore(ClientStore):
             f"reading {key!r} in {self.url} failed: it changed during each of {_READ_TRIES} reads. Try again"
         )
 
+    def version(self, key: str) -> Any:
+        return self._e_tag(key) if self._traits.s3 else super().version(key)
+
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
         return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
 

@@ -60,7 +60,7 @@ class StreamedArchive:
         Store.call(self._parent, f"writing {self._upload_key!r}", lambda: step[0](*step[1:]))
 
     def refuse_size(self, nbytes: int) -> None:
-        """Raise StorageError if an archive of this size cannot be written. Makes few requests, and only once."""
+        """Raise StorageError if an archive of this size cannot be written. At most a few requests."""
         if nbytes <= MAX_KEPT_BYTES or (self._upload and nbytes <= self._parent.max_upload_bytes):
             return
         limit = MAX_KEPT_BYTES if self._exists() else max(MAX_KEPT_BYTES, self._parent.max_upload_bytes)
