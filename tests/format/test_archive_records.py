@@ -147,8 +147,11 @@ def test_verify_reads_the_records_again(url: Path, saved: bytes) -> None:
         ckpt = zarrckpt.open(url)
         assert ckpt.verify()
         url.write_bytes(saved[:place] + bytes([saved[place] ^ 1]) + saved[place + 1 :])
-        with pytest.raises(CorruptCheckpointError):
-            ckpt.verify().raise_if_damaged()
+        assert ckpt.verify().damages
+    assert [damage.key for damage in ckpt.verify(quick=True).damages] == [str(url)]
+    url.unlink()
+    with pytest.raises(zarrckpt.CheckpointRemovedError):
+        ckpt.verify()
 
 
 def test_verify_compares_the_crc32_of_the_zip_format(url: Path, saved: bytes) -> None:
