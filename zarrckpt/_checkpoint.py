@@ -120,7 +120,7 @@ class Checkpoint(Selection):
         """Check that the whole checkpoint is stored as it was saved. The report names each damaged object.
 
         This covers chunks, tables, the claim and the marker, and the documents of all nodes. Other Zarr readers need
-        these documents, but this package reads only the root document.
+        these documents, but this package reads only the root document. In an archive it covers every byte of the file.
 
         Args:
             quick: only list the objects, to find missing ones and other sizes. This costs one request per 1,000

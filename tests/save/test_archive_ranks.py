@@ -16,15 +16,13 @@ import torch.distributed.checkpoint as dcp
 from harness.crashes import all_files, crashed
 from harness.internals import open_store
 from harness.ranks import RankError, all_ranks_raise, run_ranks
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zarrckpt
-from zarrckpt._commit import attempts, shared_storage
+from zarrckpt._commit import attempts
 from zarrckpt._store._zip_local import LocalPart
-from zarrckpt.testing import FaultyStore
 
 NAME = "x.zarr.zip"
 SHAPES = {"rows": (10, 7), "cols": (6, 301), "moves": (64, 1100), "whole": (33,), "empty": (0, 3)}
@@ -162,26 +160,6 @@ def test_a_rank_that_dies_leaves_the_old_archive(way: str, failing: int, tmp_pat
     assert all_files(tmp_path) == ({NAME}, set()) and zarrckpt.open(url).verify()
 
 
-def _save_to_own_disks(folder: str) -> None:
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_storage, "PATIENCE_SECONDS", 0.3)
-        patch.setattr("socket.gethostname", lambda: f"host-{rank}")
-        store = FaultyStore(Path(folder) / f"disk{rank}" / NAME)
-        store.url = "/mnt/x.zarr.zip"
-        for save in (
-            lambda: zarrckpt.save(_state(1), store),
-            lambda: dcp.save({"w": torch.ones(9)}, storage_writer=zarrckpt.ZarrStorageWriter(store)),
-        ):
-            with pytest.raises((zarrckpt.StorageError, CheckpointException), match="host host-1 cannot read"):
-                save()
-
-
-def test_a_save_to_separate_disks_writes_no_archive(tmp_path: Path) -> None:
-    run_ranks(_save_to_own_disks, str(tmp_path), world_size=2)
-    assert not (tmp_path / "disk0" / NAME).exists() and not (tmp_path / "disk1").exists()
-
-
 def _race(folder: str, number: int, overwrite: bool) -> tuple[str, int]:
     value = int(os.environ["RANK"])
     state = {f"w{value}-{i}": torch.full((4, 1000), float(value)) for i in range(6)} | {"blob": bytes([value]) * 9999}
@@ -197,22 +175,22 @@ def _race(folder: str, number: int, overwrite: bool) -> tuple[str, int]:
 
 
 def _races(folder: str, overwrite: bool) -> list[tuple[str, int]]:
-    return [_race(folder, number, overwrite) for number in range(20)]
+    return [_race(folder, number, overwrite) for number in range(12)]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_of_racing_processes_one_creates_the_archive(overwrite: bool, tmp_path: Path) -> None:
     """With ``overwrite``, several may win one after the other."""
     if overwrite:
-        for number in range(20):
+        for number in range(12):
             zarrckpt.save({"w": torch.ones(3)}, tmp_path / f"{number}.zarr.zip")
     answers = run_ranks(_races, str(tmp_path), overwrite, world_size=4, group=False)
-    for number in range(20):
+    for number in range(12):
         checkpoint = zarrckpt.open(tmp_path / f"{number}.zarr.zip")
         winners = {saved: value for saved, value in (answer[number] for answer in answers) if saved}
         value = winners[checkpoint.save_id]
         assert checkpoint.verify() and checkpoint["blob"] == bytes([value]) * 9999
         assert len(winners) == 1 or overwrite
     files, empty = all_files(tmp_path)
-    assert files == {f"{number}.zarr.zip" for number in range(20)}, files
+    assert files == {f"{number}.zarr.zip" for number in range(12)}, files
     assert not empty

@@ -351,7 +351,7 @@ class _OwnDisk(FaultyStore):
 
     def __init__(self, disk: Path) -> None:
         super().__init__(disk)
-        self.url = "/mnt/disk"
+        self.url = "/mnt/disk/x.zarr.zip" if self.is_archive else "/mnt/disk"
 
 
 def _save_to_own_disks(folder: str) -> list[str]:
@@ -373,6 +373,7 @@ def _save_to_own_disks(folder: str) -> list[str]:
 
         calls: dict[str, Callable[[], object]] = {
             "/mnt/disk": lambda: zarrckpt.save(state, _OwnDisk(disk)),
+            "/mnt/disk/x.zarr.zip": lambda: zarrckpt.save(state, _OwnDisk(disk / "x.zarr.zip")),
             "memory://run": by_manager,
             "memory://dcp": by_dcp,
         }
@@ -392,7 +393,7 @@ def _save_to_own_disks(folder: str) -> list[str]:
 
 def test_a_save_to_separate_disks_of_hosts_names_them(tmp_path: Path) -> None:
     for errors in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
-        assert errors == ["StorageError"] * 2 + ["CheckpointException"]
+        assert errors == ["StorageError"] * 3 + ["CheckpointException"]
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "disk0")
     assert zarrckpt.open(tmp_path / "late").verify().damages == ()

@@ -8,8 +8,9 @@ import { FileSystemStore, ZipFileStore } from "@zarrita/storage";
 import * as zarr from "zarrita";
 
 function openStore(place) {
-  if (place.startsWith("http")) return new zarr.FetchStore(place);
-  if (place.endsWith(".zip")) return ZipFileStore.fromBlob(new Blob([fs.readFileSync(place)]));
+  const isZip = place.endsWith(".zip");
+  if (place.startsWith("http")) return isZip ? ZipFileStore.fromUrl(place) : new zarr.FetchStore(place);
+  if (isZip) return ZipFileStore.fromBlob(new Blob([fs.readFileSync(place)]));
   return new FileSystemStore(place);
 }
 

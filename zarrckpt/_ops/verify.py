@@ -99,8 +99,14 @@ class _Expected:
 def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: Progress | None) -> VerifyReport:
     """Check a checkpoint, see :meth:`Checkpoint.verify`."""
     began = time.monotonic()
+    found = _Verification(catalog, max_inflight_bytes, progress)
     with catalog.explaining_damage():
-        found = _Verification(catalog, max_inflight_bytes, progress).run(quick)
+        try:
+            found.run(quick)
+        except (CorruptCheckpointError, ObjectNotFoundError) as err:
+            # No entry of the archive can be read.
+            found.damages.append(Damage(catalog.store.url, "", str(err)))
+            found.objects += 1
     if found.damages and (gone := catalog.replaced_or_removed()) is not None:
         raise gone
     url, save_id = catalog.store.url, catalog.root.save_id
@@ -123,7 +129,7 @@ class _Verification:
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
 
-    def run(self, quick: bool) -> _Verification:
+    def run(self, quick: bool) -> None:
         listed = self._listed
         if not quick:
             self._store.begin_record_checks()
@@ -153,7 +159,6 @@ class _Verification:
             self.damages += [Damage(key or self._store.url, "", fault) for key, fault in faults if key not in noted]
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
-        return self
 
     def _ask_sizes(self, expected: Sequence[_Expected]) -> None:
         """Request the size of each object if the store cannot list them."""

@@ -99,7 +99,7 @@ def encode_header(name: str, entry: ZipEntry) -> bytes:
     used = entry.header_offset + _LOCAL.size + len(stored) + len(extra) + _FIELD.size
     padding = align(used + 2) - used
     extra += _FIELD.pack(_ALIGNING, padding) + ALIGNMENT.to_bytes(padding, "little")
-    fields = (_version(size == _MAX32), _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
+    fields = (45 if size == _MAX32 else 20, _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
     return _LOCAL.pack(b"PK\3\4", *fields) + stored + extra
 
 
@@ -110,7 +110,7 @@ def encode_directory(entries: Mapping[str, ZipEntry], offset: int) -> bytes:
         large = [number for number in (entry.size, entry.size, entry.header_offset) if number > _LIMIT_OF_32_BITS]
         extra = _FIELD.pack(_ZIP64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
         size, at = min(entry.size, _MAX32), min(entry.header_offset, _MAX32)
-        stored, version = name.encode(), _version(bool(large))
+        stored, version = name.encode(), 45 if large else 20
         fields = (_UNIX | version, version, _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
         records += [_CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, _PLAIN_FILE, at), stored, extra]
     directory = b"".join(records)
@@ -138,10 +138,6 @@ def is_own_header(data: Buffer) -> bool:
     aligned = not (HEADER_BYTES + name_bytes + extra_bytes) % ALIGNMENT
     fields = (signature, flags, method, time, day)
     return aligned and version in (20, 45) and fields == (b"PK\3\4", _UTF8, 0, 0, _FIRST_DAY)
-
-
-def _version(large: bool) -> int:
-    return 45 if large else 20
 
 
 def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:

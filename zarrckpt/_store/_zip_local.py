@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._errors import IncompleteSaveError
+from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._store import _local_commit as files
 from zarrckpt._store import _zip_format as records
 from zarrckpt._store._archive import ArchivePart, Places
@@ -42,8 +42,8 @@ class LocalPart:
         """``archive`` and ``scratch`` are the keys of the archive and of the scratch files, without their numbers."""
         self._parent = parent
         self._path = parent.path_of(archive)
-        self._scratch_path = parent.path_of(f"{scratch}{(name := uuid.uuid4().hex)}")
-        self._name = name
+        self._name = uuid.uuid4().hex
+        self._scratch_key = f"{scratch}{self._name}"
         self._places = places
         self._file = parent.call(f"opening {self._path!r}", lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class LocalPart:
         with self._lock:
             if not self._free:
                 number = len(self._opened)
-                self._opened.append(files.open_new(f"{self._scratch_path}-{number}"))
+                self._opened.append(files.open_new(self._parent.path_of(f"{self._scratch_key}-{number}")))
                 self._free.append(_ScratchFile(number, self._opened[-1], 0))
             # No other thread uses it.
             scratch = self._free.pop()
@@ -128,15 +128,21 @@ class LocalPart:
         )
 
     def close(self) -> None:
-        """Close the files after a failure, at the end of the last write. Does nothing if they are closed.
+        """Close the files after a failure, and delete the scratch files. Does nothing if they are closed.
 
-        After two signals, a write may still be running. It must not use a descriptor that another file has got.
+        After two signals, a write may still be running. It must not use a descriptor that another file has got, so the
+        last write closes the files.
         """
         self._closed = True
         with self._lock:
-            while self._opened and not self._writes:
-                with suppress(OSError):
-                    os.close(self._opened.pop())
+            # The first one is the archive.
+            opened, self._opened = ([], self._opened) if self._writes else (self._opened, [])
+        for file in opened:
+            with suppress(OSError):
+                os.close(file)
+        # The coordinator may have deleted the files of the attempt before this rank created its last one.
+        with suppress(CheckpointError):
+            self._parent.delete(f"{self._scratch_key}-{number}" for number in range(1, len(opened)))
 
 
 class LocalArchive:
