@@ -87,20 +87,6 @@ def run_id(folder: Path) -> str:
     return found
 
 
-class FaultyArchive(FaultyStore):
-    """A FaultyStore of an archive. Writes of entries at their places are not counted."""
-
-    is_archive = True
-
-
-def _forward(verb: str) -> Callable[..., Any]:
-    return lambda store, *arguments: getattr(store._inner, verb)(*arguments)
-
-
-for verb in ("begin_archive", "begin_part", "end_part", "close_part", "add_parts"):
-    setattr(FaultyArchive, verb, _forward(verb))
-
-
 class Watched:
     """All operations on the stores below a url, with keys relative to it. A rule decides their faults."""
 
@@ -134,7 +120,7 @@ class Watched:
             self._stopped |= fault in (STOP, STOP_AFTER)
             return fault
 
-        watched = (FaultyArchive if store.is_archive else FaultyStore)(store, ask)
+        watched = FaultyStore(store, ask)
         watched.max_concurrency = 1
         return watched
 

@@ -697,6 +697,7 @@ def test_thousands_of_old_checkpoints(tmp_path: Path) -> None:
     assert len(folders(run)) == 3_001 and name(20_000) not in folders(run)
 
 
+@pytest.mark.usefixtures("each_format")
 def test_a_run_on_s3(moto_bucket: S3Place) -> None:
     """On a real server: keep, find, fork, and go back."""
     options = {"storage_options": moto_bucket.storage_options}
