@@ -186,13 +186,14 @@ def _list_named(store: Store, marker: Marker, tops: Iterable[str], spared: Seque
 
     If the checkpoint is an archive, return the keys of the attempt's unfinished archive.
     """
-    own = [info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}")]
+    own = f"{RESERVED_GROUP}/{marker.save_id}"
     if store.is_archive:
-        return [key for key in own if not is_table_key(key) and key != marker_key(marker.save_id)]
+        keys = [info.key for info in store.list(own)]
+        return [key for key in keys if not is_table_key(key) and key != marker_key(marker.save_id)]
     # Parallel, because a flat state has a folder for each entry.
     reads = (partial(_list_named_below, store, marker, top, spared) for top in sorted(tops))
     keys = [key for listing in run_jobs(reads, store.max_concurrency) for key in listing]
-    return keys + [key for key in own if is_table_key(key)]
+    return keys + [info.key for info in store.list(own) if is_table_key(info.key)]
 
 
 def _list_named_below(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:
