@@ -1,4 +1,4 @@
-"""A checkpoint in one file against a folder, DCP and safetensors: many small tensors, GPT-2 with AdamW, large tensors."""
+"""A checkpoint in one file against a folder, DCP and safetensors: small tensors, GPT-2 with AdamW, large tensors."""
 
 from __future__ import annotations
 
