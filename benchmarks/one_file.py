@@ -117,9 +117,7 @@ def _measure(options: Options, condition: Condition) -> Results:
     for c in contenders:
         pairs = times.get(c.name, [])
         loads = [pair[1] for pair in pairs if pair[1] is not None]
-        speeds.append(
-            Speed(condition.group, c.name, c.kind, states.nbytes(state), [pair[0] for pair in pairs], loads)
-        )
+        speeds.append(Speed(condition.group, c.name, c.kind, states.nbytes(state), [pair[0] for pair in pairs], loads))
     figures = [faster(speeds, *goal) for goal in condition.goals]
     figures.append(Figure(condition.group, "files of a checkpoint", files, "", 1, most=True))
     return Results(speeds, figures)
