@@ -33,6 +33,7 @@ SETS = {
     "subchunks": "subchunks",
     "runs": "runs",
     "reuse": "reuse",
+    "one-file": "one_file",
     "startup": "startup",
 }
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "speed.md"

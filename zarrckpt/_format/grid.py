@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class Grid(NamedTuple):
     @property
     def subchunks_per_chunk(self) -> int:
         """The number of subchunks of one chunk, or 1 if there are none."""
-        return math.prod(self.sub_counts)
+        return 1 if self.subchunk_shape is None else math.prod(self.sub_counts)
 
     @property
     def num_subchunks(self) -> int:
@@ -143,8 +144,8 @@ def unravel(number: int, counts: Sequence[int]) -> Ints:
 
 
 def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:
-    offset = tuple(i * c for i, c in zip(index, cell, strict=True))
-    return Box(offset, tuple(min(c, n - o) for c, n, o in zip(cell, limit, offset, strict=True)))
+    offset = tuple(map(operator.mul, index, cell))
+    return Box(offset, tuple(map(min, cell, map(operator.sub, limit, offset))))
 
 
 def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:

@@ -98,7 +98,9 @@ class TensorReads:
 
         Raises CorruptCheckpointError with the array and the key.
         """
-        self._run_jobs(self._own_jobs())
+        store = self._catalog.store
+        with store.keep_open():
+            run_jobs(self._own_jobs(), store.threads_for(self._total, sum(map(len, self._targets.values()))))
         for target in self._all():
             target.on_filled()
 
@@ -195,9 +197,7 @@ class TensorReads:
                 stored = stored_next()
 
     def _run_jobs(self, jobs: Iterable[Callable[[], None]]) -> None:
-        store = self._catalog.store
-        with store.keep_open():
-            run_jobs(jobs, store.useful_concurrency)
+        run_jobs(jobs, self._catalog.store.useful_concurrency)
 
     def _fetch_ranges(self, step: ShareRound | None) -> dict[SubchunkRange, RawArray]:
         """Fetch and return the ranges of a round. None stands for the end, and returns an empty dict."""

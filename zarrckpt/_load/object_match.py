@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import DICT, LIST, StatePath
@@ -16,11 +18,13 @@ from zarrckpt._load.rebuilt_containers import RebuiltContainers, find_rebuilt_co
 from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
+from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import tensor_entry
 from zarrckpt._state.per_rank import PerRankSources, StackElement
 from zarrckpt._state.saved_entries import RequestedEntries, SavedEntries, SavedTensor
+from zarrckpt._state.tensors import torch_dtype
 
 
 class ObjectMatch:
@@ -132,7 +136,7 @@ class ObjectMatch:
         owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.stateful_prefixes
         self.state_match.replace_by_new_tensors(name for name in names if name.startswith(tuple(owners)))
 
-    def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
+    def record(self, read: ReadEntries, values: Mapping[str, object], catalog: Catalog) -> None:
         """Record all entries that were read. Call it before :meth:`restore`."""
         containers, paths = self.state_match.containers, self.state_match.paths
         with_gaps = _lists_with_gaps(paths[fqn] for fqn in self.state_match.leaves)
@@ -142,7 +146,11 @@ class ObjectMatch:
             # A Stateful may ignore an entry that its state does not have.
             is_new = fqn in containers.added or fqn in containers.offered
             if not (is_new and self.plain.is_of_stateful(fqn)):
-                read.record(fqn, leaf)
+                stored, node = None, catalog.root.tensors.get(self.saved.stored_name(fqn))
+                is_whole = isinstance(leaf, torch.Tensor) and fqn not in self.per_rank_sources.elements
+                if is_whole and node is not None and leaf.dtype == torch_dtype(node):
+                    stored = catalog.checksum_of(node)
+                read.record(fqn, leaf, stored)
 
     def list_names_stored_in(self, key: str) -> list[str]:
         """Return the names of values and new tensors that the load stores in the dict under a key of the state.

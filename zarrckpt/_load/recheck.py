@@ -10,7 +10,7 @@ import torch
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._state.digests import content_digest, tensor_checksum
+from zarrckpt._state.digests import content_digest, is_digested_whole, tensor_checksum
 from zarrckpt._state.flatten import flatten, stems
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, to_local_boxes
 from zarrckpt._state.objects import PlainState
@@ -49,13 +49,20 @@ class ReadEntries:
         self._leaves: dict[str, LocalBoxes | torch.Tensor] = {}
         self._read: dict[str, _ReadTensor | _ReadValue] = {}
 
-    def record(self, fqn: str, leaf: Any) -> None:
-        """Record an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor."""
+    def record(self, fqn: str, leaf: Any, stored: int | None = None) -> None:
+        """Record an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor.
+
+        ``stored`` is the checksum of all elements of an unsharded tensor, if the checkpoint has it.
+        """
         if not isinstance(leaf, LocalBoxes | torch.Tensor):
             self._read[fqn] = _ReadValue(json_values.encode_json(leaf), content_digest(fqn, leaf))
             return
         self._leaves[fqn] = leaf
-        checksums = {box: self._checksum(fqn, tensor) for box, tensor in _boxes_of(leaf).items()}
+        checksums: dict[Box, int | None]
+        if isinstance(leaf, torch.Tensor) and stored is not None and (self._full or is_digested_whole(leaf)):
+            checksums = {Box((0,) * leaf.ndim, tuple(leaf.shape)): stored}
+        else:
+            checksums = {box: self._checksum(fqn, tensor) for box, tensor in _boxes_of(leaf).items()}
         self._read[fqn] = _ReadTensor(global_shape(leaf), leaf.dtype, checksums, _one_element(leaf))
 
     def record_groups(self, optimizer: OptimizerTarget) -> None:

@@ -222,7 +222,7 @@ class _RankLoad:
             finally:
                 self.bytes_read = reads.bytes_read
         if options.check_after != "off":
-            object_match.record(self._read_entries, values)
+            object_match.record(self._read_entries, values, catalog)
         state_match.finish({name: object_match.saved.rename_parameters(name, value) for name, value in values.items()})
 
     def stop(self) -> None:

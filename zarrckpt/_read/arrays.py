@@ -59,7 +59,7 @@ def fill_boxes(
     )
     store = catalog.store
     with catalog.explaining_damage(), store.keep_open():
-        run_jobs(jobs, store.useful_concurrency)
+        run_jobs(jobs, store.threads_for(tally.total, len(boxes)))
 
 
 def read_arrays(

@@ -89,6 +89,13 @@ class Catalog:
         """Return an array's part of the table of checksums (uint32, chunks and their subchunks in C order)."""
         return self._read_tables().checksums[node.path]
 
+    def checksum_of(self, node: ArrayNode) -> int | None:
+        """Return the checksum of a tensor's elements, or None unless it is stored as one subchunk, uncompressed."""
+        grid = node.grid
+        if node.compression is not None or grid.chunk_shape != grid.shape or grid.num_subchunks != 1:
+            return None
+        return int(self.checksums(node)[0])
+
     def sizes(self, node: ArrayNode) -> RawArray | None:
         """Return a compressed array's stored sizes (uint32, ordered as the checksums), or None for other arrays."""
         return self._read_tables().sizes.get(node.path)

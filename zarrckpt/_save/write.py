@@ -37,9 +37,6 @@ from zarrckpt._store import Store
 from zarrckpt._store._archive import ArchivePart
 from zarrckpt._store._base import Reuse
 
-_SINGLE_THREAD_BYTES = 64 << 10
-"""Up to this size, one tensor is written to a local file without threads, because starting a thread takes longer."""
-
 
 @record
 @dataclass(frozen=True)
@@ -267,8 +264,7 @@ class RankWriter:
         paths = self._plan.object_paths
         objects = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         if channel is None:
-            small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._documents) <= 2
-            run_jobs(self._jobs(), 1 if small and self._store.is_local else self._store.useful_concurrency)
+            run_jobs(self._jobs(), self._store.threads_for(self._total, len(chunks) + len(self._documents)))
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
             run_jobs(self._jobs(), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)

@@ -55,6 +55,11 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
     return hashlib.blake2b(repr(form).encode() + b"\0" + content, digest_size=8).digest()
 
 
+def is_digested_whole(tensor: torch.Tensor) -> bool:
+    """Whether a digest or checksum of a tensor is that of all its elements, not of a sample."""
+    return tensor.numel() * tensor.element_size() <= _WHOLE_BYTES
+
+
 def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
     """Return a checksum of a tensor's elements: all of them if ``full`` or up to 64 KiB, otherwise a sample.
 
@@ -62,7 +67,7 @@ def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
     the host, and once more if it is not contiguous.
     """
     tensor = plain_tensor(tensor)
-    if not full and tensor.numel() * tensor.element_size() > _WHOLE_BYTES:
+    if not full and not is_digested_whole(tensor):
         # An odd step does not stay in one column of a matrix.
         step = tensor.numel() // _SAMPLE | 1
         tensor = tensor.view(-1)[::step] if tensor.is_contiguous() else _sample(tensor)
@@ -75,7 +80,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
     A sample finds tensors that drifted apart, but not a single flipped bit.
     """
-    if tensor.numel() * tensor.element_size() <= _WHOLE_BYTES:
+    if is_digested_whole(tensor):
         return tensor
     places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()
     # Index by coordinates, because flattening copies a tensor that is not contiguous.

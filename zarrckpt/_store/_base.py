@@ -48,6 +48,9 @@ def _own_processors() -> int:
     return max(1, every // int(ranks)) if ranks.isdecimal() and int(ranks) else every
 
 
+_SMALL_BYTES = 64 << 10
+"""Below this mean size, entries of a local archive are transferred by one thread."""
+
 BESIDE_TRAINING = max(1, min(2, _own_processors() - 1))
 """Number of threads that process bytes during training. One processor is left to the training thread.
 
@@ -240,6 +243,15 @@ class Store(abc.ABC):
         buffer = plain_bytes(nbytes).data
         self.read_into(key, byte_offset, buffer)
         return buffer.toreadonly()
+
+    def threads_for(self, nbytes: int, objects: int) -> int | Callable[[], int]:
+        """Return the number of threads to transfer objects of ``nbytes`` in total, or a function that returns it.
+
+        One thread writes or reads few small files, and any number of small entries of a local archive, because threads
+        would only wait for the interpreter's lock.
+        """
+        small = objects if self.is_archive else 1 if objects <= 2 else 0
+        return 1 if self.is_local and nbytes < small * _SMALL_BYTES else self.useful_concurrency
 
     def keep_open(self) -> AbstractContextManager[None]:
         """Return a context in which an archive is opened once for the reads of many entries."""
