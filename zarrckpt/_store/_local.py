@@ -99,8 +99,12 @@ class LocalStore(Store):
         return self._read(key, self.path_of(key), max_bytes)
 
     def size(self, key: str) -> int:
+        def read_size() -> int:
+            with files.closed_after(open_regular(path)) as file:
+                return os.fstat(file).st_size
+
         path = self.path_of(key)
-        return self.call(f"reading {path!r}", lambda: os.stat(path).st_size, key)
+        return self.call(f"reading {path!r}", read_size, key)
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
