@@ -7,6 +7,7 @@ unfinished archive of a save is there too, beside its marker.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -157,11 +158,13 @@ class ZipStore(Store):
         version = None if self.is_local else self._parent.version(self._name)
         try:
             data = self.get(key)
-        except (CorruptCheckpointError, ObjectNotFoundError):
+        except (CorruptCheckpointError, ObjectNotFoundError) as error:
+            is_folder = self.is_local and os.path.isdir(self._local().path_of(self._name))
+            if isinstance(error, ObjectNotFoundError) and not is_folder:
+                raise
             # A damaged archive can be replaced or removed, like a damaged root document. Other files cannot.
-            size, data = self._parent.size(self._name), b""
-            with suppress(ObjectNotFoundError):  # It is a folder.
-                data = bytes(self._parent.read(self._name, 0, min(records.HEADER_BYTES, size)))
+            size = 0 if is_folder else min(records.HEADER_BYTES, self._parent.size(self._name))
+            data = bytes(self._parent.read(self._name, 0, size)) if size else b""
             if not records.is_own_header(data):
                 raise ForeignObjectsError(
                     f"{self.url} is a file or a folder that no zarrckpt save wrote. Nothing was changed. Save to "
