@@ -103,7 +103,7 @@ class Checkpoint(Selection):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Read tensors one after the other, and yield each as ``(name, tensor)``, in the order of the checkpoint.
 
-        ``model.load_weights(ckpt.iter_tensors("model", rename={"model.": ""}))`` fills a model of vLLM. Needs torch.
+        ``ckpt.select("model").iter_tensors(rename={"model.": ""})`` yields a model's own names. Needs torch.
         The next tensors are read in parallel while the caller uses one. Each tensor is compared with its checksums
         before it is yielded. The memory of a tensor is freed when the caller drops it. The end of the loop, also by
         ``break`` or an error, cancels the requests that have not begun, and waits for the others.

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from zarrckpt._errors import CheckpointError
@@ -16,7 +15,7 @@ from zarrckpt._format.chunk_layout import raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.matching import select
-from zarrckpt._jobs import ByteCounter, Progress, check_limits
+from zarrckpt._jobs import ByteCounter, Progress, check_limits, plain_bytes
 from zarrckpt._load.rename import Rename, check_rename, new_names, old_names
 from zarrckpt._read.casts import CastTarget, DTypeOption, plan_casts, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
@@ -60,10 +59,10 @@ class _PendingTensor:
         self._name = name
         target: BoxTarget
         if device.type == "cpu":
-            # Memory of numpy, which uses huge pages. Its jobs make no torch calls, which wait for the interpreter.
-            raw = target = np.empty(node.grid.shape, raw_dtype(dtype.itemsize))
-            flat = torch.from_numpy(raw.reshape(-1).view(np.uint8))
-            self._tensor = flat.view(getattr(torch, dtype.name)).reshape(raw.shape)
+            # Its jobs make no torch calls, which wait for the interpreter. Without the 1, empty memory has stride 0.
+            memory = plain_bytes(self.nbytes or 1)[: self.nbytes]
+            target = memory.view(raw_dtype(dtype.itemsize)).reshape(node.grid.shape)
+            self._tensor = torch.from_numpy(memory).view(getattr(torch, dtype.name)).reshape(node.grid.shape)
         else:
             # The memory can be that of a dropped tensor which the caller's stream still uses. Jobs use other streams.
             torch.accelerator.current_stream(device).synchronize()
