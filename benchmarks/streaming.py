@@ -1,6 +1,7 @@
 """Tensors one by one, as an inference engine takes them: each is copied to memory that exists, and then dropped.
 
-On local files, and on S3 over TLS. ``zarrckpt.load`` fills the same memory in place. Only zarrckpt checks the bytes.
+On local files, and on S3 over TLS. ``zarrckpt.load`` fills the same memory in place, or new tensors. Only zarrckpt
+checks the bytes. Run:ai's streamer is measured if it is installed (``pip install runai-model-streamer[s3]``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from harness.s3_server import served
 from benchmarks.measure import Options, alternate, fresh, medians, seconds, trust
 from benchmarks.results import Figure, Results
 
-LOAD, ITERATE, DROP = "zarrckpt.load, in place", "iter_tensors", "iter_tensors, without the copy"
+LOAD, LOAD_NEW = "zarrckpt.load, in place", "zarrckpt.load, into new tensors"
+ITERATE, DROP = "iter_tensors", "iter_tensors, without the copy"
 SAFETENSORS, RUNAI = "safetensors, safe_open", "Run:ai streamer"
 Pairs = Iterable[tuple[str, Any]]
 
@@ -36,6 +38,7 @@ def run(options: Options) -> Results:
 def _measure(options: Options, folder: str, authority: str | None) -> Results:
     if authority is not None:
         trust(authority)
+    import torch
     from safetensors.torch import save_file
 
     import zarrckpt
@@ -55,8 +58,14 @@ def _measure(options: Options, folder: str, authority: str | None) -> Results:
         else:
             os.rename(f"{local}/model.safetensors", f"{folder}/model.safetensors")
     file = f"{folder}/files/model.safetensors" if is_s3 else f"{folder}/model.safetensors"
+
+    def load_new() -> Pairs:
+        zarrckpt.load({name: torch.empty_like(tensor) for name, tensor in target.items()}, f"{folder}/checkpoint")
+        return ()
+
     contenders: dict[str, Callable[[], Pairs] | None] = {
         LOAD: lambda: zarrckpt.load(target, f"{folder}/checkpoint") and (),
+        LOAD_NEW: load_new,
         ITERATE: lambda: zarrckpt.open(f"{folder}/checkpoint").iter_tensors(),
         DROP: lambda: zarrckpt.open(f"{folder}/checkpoint").iter_tensors(),
         RUNAI: (lambda: _runai(file)) if importlib.util.find_spec("runai_model_streamer") else None,
@@ -72,7 +81,7 @@ def _measure(options: Options, folder: str, authority: str | None) -> Results:
                     target[key].copy_(tensor)
 
         took = seconds(take_all)
-        if name != DROP and not states.equal(target, state):
+        if name not in (DROP, LOAD_NEW) and not states.equal(target, state):
             raise RuntimeError(f"{name} read other data than were saved")
         return took
 
@@ -84,7 +93,8 @@ def _measure(options: Options, folder: str, authority: str | None) -> Results:
     size = states.nbytes(state) / 1e9
     figures = [Figure(group, name, size / found[name], "GB/s") for name in found]
     figures += [Figure(group, name, None, note="not installed") for name in (RUNAI,) if name not in found]
-    figures.append(Figure(group, f"{DROP}, against {LOAD}", found[LOAD] / found[DROP], "x", 0.9))
+    for peer, goal in ((LOAD, None), (LOAD_NEW, 0.9)):
+        figures.append(Figure(group, f"{DROP}, against {peer}", found[peer] / found[DROP], "x", goal))
     for peer in (RUNAI, SAFETENSORS):
         if peer in found:
             figures.append(Figure(group, f"{ITERATE}, against {peer}", found[peer] / found[ITERATE], "x"))
