@@ -93,7 +93,7 @@ def _measure(options: Options, folder: str, authority: str | None) -> Results:
     size = states.nbytes(state) / 1e9
     figures = [Figure(group, name, size / found[name], "GB/s") for name in found]
     figures += [Figure(group, name, None, note="not installed") for name in (RUNAI,) if name not in found]
-    for peer, goal in ((LOAD, None), (LOAD_NEW, 0.9)):
+    for peer, goal in ((LOAD, 0.9), (LOAD_NEW, None)):
         figures.append(Figure(group, f"{DROP}, against {peer}", found[peer] / found[DROP], "x", goal))
     for peer in (RUNAI, SAFETENSORS):
         if peer in found:
