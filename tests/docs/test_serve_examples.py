@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import pkgutil
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from harness import ROOT
+from harness.bits import same
 
 import zarrckpt
-
-
-class Routes:
-    """The part of ``fastapi.FastAPI`` that the example uses: functions by path."""
-
-    def __init__(self, lifespan: Any) -> None:
-        self.lifespan, self.routes = lifespan, dict[str, Any]()
-
-    def get(self, path: str) -> Any:
-        return lambda function: self.routes.setdefault(path, function)
-
-    post = get
 
 
 class Model(torch.nn.Sequential):
@@ -53,29 +44,27 @@ def save(run: Path, step: int) -> tuple[str, Model]:
     return str(run / f"step-{step}"), model
 
 
-def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
-
-
 def test_a_server_switches_to_new_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stub = SimpleNamespace(FastAPI=Routes, HTTPException=RuntimeError)
+    routes: dict[str, Any] = {}
+    stub = MagicMock(**{"FastAPI.return_value.get": lambda path: lambda call: routes.setdefault(path, call)})
+    stub.FastAPI.return_value.post, stub.HTTPException = stub.FastAPI.return_value.get, RuntimeError
     serve = example(monkeypatch, "serve_fastapi", {"fastapi": stub})
     newest = serve.NewestModel(str(tmp_path), interval=0.1)
     app = serve.make_app(newest)
 
     async def follow() -> None:
-        async with app.lifespan(app):
+        async with stub.FastAPI.call_args.kwargs["lifespan"](app):
             with pytest.raises(RuntimeError, match="no checkpoint"):
-                app.routes["/checkpoint"]()
+                routes["/checkpoint"]()
             zarrckpt.save({"model": {"0.weight": torch.ones(2)}}, tmp_path / "step-0")  # of another model
             for step in (1, 2):
                 (url, model), end = save(tmp_path, step), time.monotonic() + 60
                 while newest.current is None or newest.current.url != url:
                     assert time.monotonic() < end
                     await asyncio.sleep(0.02)
-                answer = app.routes["/predict"]([[1.0] * 16])
+                answer = routes["/predict"]([[1.0] * 16])
                 assert answer["predictions"] == model(torch.ones(1, 16)).squeeze(1).tolist()
-                assert answer["checkpoint"] == app.routes["/checkpoint"]()["url"] == url
+                assert answer["checkpoint"] == routes["/checkpoint"]()["url"] == url
 
     asyncio.run(follow())
 
@@ -91,7 +80,7 @@ def test_the_loader_for_vllm_fills_a_model(monkeypatch: pytest.MonkeyPatch, tmp_
     loader = registry["zarrckpt"](SimpleNamespace(model_loader_extra_config={"url": url}))
     loaded = Model()
     loader.load_weights(loaded, SimpleNamespace(quantization=None))
-    assert same_weights(loaded, saved)
+    assert same(loaded.state_dict(), saved.state_dict())
     loaded.register_parameter("extra", torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(ValueError, match="extra"):
         loader.load_weights(loaded, SimpleNamespace(quantization=None))
@@ -102,12 +91,11 @@ def test_the_loader_for_sglang_fills_a_model(monkeypatch: pytest.MonkeyPatch, tm
 
     def update(named_tensors: Any, load_format: str) -> tuple[bool, str]:
         """Import and call the loader as a worker of SGLang does."""
-        module, _, name = load_format.rpartition(".")
-        getattr(importlib.import_module(module), name)(served, named_tensors)
+        pkgutil.resolve_name(load_format)(served, named_tensors)
         return True, "Success"
 
     use_checkpoint = example(monkeypatch, "sglang_loader", {}).use_checkpoint
     for step in (1, 2):
         url, saved = save(tmp_path, step)
         use_checkpoint(SimpleNamespace(update_weights_from_tensor=update), url)
-        assert same_weights(served, saved)
+        assert same(served.state_dict(), saved.state_dict())

@@ -28,18 +28,16 @@ STATE: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def ckpt(tmp_path: Path) -> zarrckpt.Checkpoint:
-    zarrckpt.save({"model": STATE, "step": 3}, tmp_path / "ckpt")
-    return zarrckpt.open(tmp_path / "ckpt")
+@pytest.fixture(params=[{"compression": "zstd"}, {"max_chunk_bytes": 70_000}, None])
+def ckpt(tmp_path: Path, request: pytest.FixtureRequest) -> zarrckpt.Checkpoint:
+    """A checkpoint on disk or in memory."""
+    url = zarr.storage.MemoryStore() if request.param is None else tmp_path / "ckpt"
+    zarrckpt.save({"model": STATE, "step": 3}, url, options=zarrckpt.SaveOptions(**(request.param or {})))
+    return zarrckpt.open(url)
 
 
-@pytest.mark.parametrize("options", [{"compression": "zstd"}, {"max_chunk_bytes": 70_000}])
-@pytest.mark.parametrize("is_local", [True, False])
-def test_tensors_are_yielded_in_order(options: dict[str, Any], is_local: bool, tmp_path: Path) -> None:
-    url = tmp_path / "ckpt" if is_local else zarr.storage.MemoryStore()
-    zarrckpt.save({"model": STATE, "step": 3}, url, options=zarrckpt.SaveOptions(**options))
-    ckpt, seen = zarrckpt.open(url), list[tuple[int, int]]()
+def test_tensors_are_yielded_in_order(ckpt: zarrckpt.Checkpoint) -> None:
+    seen: list[tuple[int, int]] = []
     for limit in (1, 512 * MIB):
         found = [*ckpt.iter_tensors(max_inflight_bytes=limit, progress=lambda *done: seen.append(done))]
         assert same([(name[6:], tensor) for name, tensor in found], [*STATE.items()])
@@ -104,6 +102,7 @@ def test_damage_is_raised_at_its_tensor(tmp_path: Path) -> None:
         [*ckpt.iter_tensors()]
 
 
+@pytest.mark.parametrize("ckpt", [{}], indirect=True)
 def test_two_iterators_and_a_forked_child(ckpt: zarrckpt.Checkpoint) -> None:
     assert all(same(one, other) for one, other in zip(ckpt.iter_tensors(), ckpt.iter_tensors(), strict=True))
     begun = ckpt.iter_tensors()
