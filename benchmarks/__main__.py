@@ -25,6 +25,7 @@ from benchmarks.results import Results
 SETS = {
     "local": "local",
     "s3": "s3",
+    "streaming": "streaming",
     "reshard": "reshard",
     "planning": "planning",
     "async": "async_stall",

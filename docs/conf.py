@@ -59,6 +59,7 @@ NAVIGATION = {
         "Per-rank state <how-to/per-rank-state>",
         "DCP's own calls <how-to/dcp>",
         "Read without training <how-to/read>",
+        "Serve from a checkpoint <how-to/serve>",
         "See it on one page <how-to/report>",
         "Analyse with xarray <how-to/analyse>",
         "Copy <how-to/copy>",

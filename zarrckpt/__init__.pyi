@@ -51,6 +51,7 @@ from zarrckpt._runs.keep import Keep as Keep
 from zarrckpt._runs.latest import best as best
 from zarrckpt._runs.latest import latest as latest
 from zarrckpt._runs.manager import CheckpointManager as CheckpointManager
+from zarrckpt._runs.watch import watch as watch
 from zarrckpt._save.background import SaveFuture as SaveFuture
 from zarrckpt._save.background import async_save as async_save
 from zarrckpt._save.plan_report import plan_report as plan_report

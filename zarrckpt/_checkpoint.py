@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from zarrckpt._store import StoreSpec, Url
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from zarrckpt._inspect.stats import TensorStats
     from zarrckpt._ops.verify import VerifyReport
+    from zarrckpt._read.casts import DTypeOption
 
 
 class Checkpoint(Selection):
@@ -88,6 +90,41 @@ class Checkpoint(Selection):
         part = self.select(*([keys] if isinstance(keys, str) else keys or ()))
         paths = {fqn: self._catalog.root.state_path(fqn) for fqn in part}
         return load_nested(part, paths, device, DEFAULT_MAX_INFLIGHT_BYTES, progress)
+
+    def iter_tensors(
+        self,
+        keys: str | Iterable[str] | None = None,
+        *,
+        dtype: DTypeOption | torch.dtype = None,
+        device: torch.device | str = "cpu",
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors one after the other, and yield each as ``(name, tensor)``, in the order of the checkpoint.
+
+        ``ckpt.select("model").iter_tensors(rename={"model.": ""})`` yields a model's own names. Needs torch.
+        The next tensors are read in parallel while the caller uses one. Each tensor is compared with its checksums
+        before it is yielded. The memory of a tensor is freed when the caller drops it. The end of the loop, also by
+        ``break`` or an error, cancels the requests that have not begun, and waits for the others.
+
+        Args:
+            keys: patterns as in :meth:`select`, of names after ``rename`` (default: all tensors).
+            dtype: cast floating tensors, as in :func:`copy`. Its patterns match names in the checkpoint. Finite values
+                beyond the range of the dtype cause a UserWarning.
+            device: the device of the tensors. Data are copied to it part by part, from pinned memory if it is a GPU.
+            rename: other names for entries, as in :func:`load`.
+            max_inflight_bytes: maximum memory in bytes for reading ahead (default 512 MiB), beyond the tensor that the
+                caller uses. If the next tensor is larger, it is read alone, and its size is added to the bound.
+            progress: as for :func:`save`.
+
+        Raises KeyMismatchError for a pattern or prefix that matches nothing and for equal new names, and TypeError and
+        ValueError for a wrong argument, all in the call. The iterator raises the errors of :meth:`read`, and
+        CheckpointError in a process that was forked after the first tensor. Tensors that were yielded stay valid.
+        """
+        from zarrckpt._convert.iterating import iter_tensors
+
+        return iter_tensors(self, keys, dtype, device, rename, max_inflight_bytes, progress)
 
     def stats(self, *patterns: str, progress: Progress | None = None) -> dict[str, TensorStats]:
         """Return min, max, mean, std, norm, and counts of zeros, NaN and inf of each tensor that matches the patterns.

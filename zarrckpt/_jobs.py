@@ -2,7 +2,8 @@
 
 The threads of this package are started by :func:`run_jobs` for many jobs and by :func:`in_thread` for one call. There
 are three exceptions: executors of the standard library for calls that arrive one by one (:func:`thread_pool`,
-background saves), threads of a mesh that wait in gloo, and threads of a run that wait for deletions or a signal.
+background saves, tensors that are read ahead), threads of a mesh that wait in gloo, and threads of a run that wait for
+deletions or a signal.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.matching import hint
@@ -24,18 +24,12 @@ def rename_entries(
 
     Raises KeyMismatchError if two entries get the same name, or if no entry has a prefix.
     """
-    names = _new_names(saved, rename)
+    names = new_names(saved.entries, rename)
     parameters: dict[KeyPattern, dict[str, str]] = {}
     for optimizer, module in trained:
         own = parameters[optimizer] = _new_parameters(names, module)
         names = {old: _in_optimizer(new, optimizer, own) for old, new in names.items()}
-    stored: dict[str, str] = {}
-    for old, new in names.items():
-        if (other := stored.setdefault(new, old)) != old:
-            raise KeyMismatchError(
-                f"rename= gives two entries of the checkpoint the name {new!r}: {other!r} and {old!r}. Nothing was "
-                "loaded. Give one of them a different name"
-            )
+    stored = old_names(names)
     return dataclasses.replace(
         saved,
         entries={new: saved.entries[old] for new, old in stored.items()},
@@ -46,26 +40,45 @@ def rename_entries(
     )
 
 
-def _new_names(saved: SavedEntries, rename: Rename) -> dict[str, str]:
+def check_rename(rename: object) -> None:
+    """Raise TypeError if an argument ``rename`` is neither None nor a Rename."""
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise TypeError(f"rename must be a dict of name prefixes or a callable, got a {type(rename).__name__}")
+
+
+def old_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the inverse of :func:`new_names`. Raises KeyMismatchError if two entries get the same name."""
+    found: dict[str, str] = {}
+    for old, new in names.items():
+        if (other := found.setdefault(new, old)) != old:
+            raise KeyMismatchError(
+                f"rename= gives two entries of the checkpoint the name {new!r}: {other!r} and {old!r}. Nothing was "
+                "loaded. Give one of them a different name"
+            )
+    return found
+
+
+def new_names(entries: Collection[str], rename: Rename) -> dict[str, str]:
+    """Return the new name of each entry, by old name. Raises KeyMismatchError if no entry has a prefix."""
     if not isinstance(rename, Mapping):
-        names = {name: rename(name) for name in saved.entries}
-        for old, new in names.items():
+        renamed = {name: rename(name) for name in entries}
+        for old, new in renamed.items():
             if not isinstance(new, str) or not new:
                 raise KeyMismatchError(
                     f"rename({old!r}) returned {new!r}, expected a non-empty str, the entry's name in the state"
                 )
-        return names
+        return renamed
     longest_first = sorted(rename, key=len, reverse=True)
     used = set()
     names = {}
-    for name in saved.entries:
+    for name in entries:
         prefix = next((prefix for prefix in longest_first if _has_prefix(name, prefix)), None)
         used.add(prefix)
         names[name] = name if prefix is None else f"{rename[prefix]}{name[len(prefix) :]}"
     if idle := [prefix for prefix in rename if prefix not in used]:
         raise KeyMismatchError(
             f"nothing was loaded, because no entry of the checkpoint begins with the prefixes {idle} of rename=: "
-            f"{hint(idle[0].rstrip('.'), saved.entries)}"
+            f"{hint(idle[0].rstrip('.'), entries)}"
         )
     return names
 

@@ -19,7 +19,7 @@ from zarrckpt._load.coverage import Findings, Mask, check_coverage, find_coverag
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.object_match import ObjectMatch
 from zarrckpt._load.recheck import ReadEntries
-from zarrckpt._load.rename import Rename, rename_entries
+from zarrckpt._load.rename import Rename, check_rename, rename_entries
 from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
@@ -76,8 +76,7 @@ class LoadRequest:
         if isinstance(keys, str):
             keys = [keys]
         patterns = None if keys is None else list(keys)
-        if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
-            raise TypeError(f"rename must be a dict of name prefixes or a callable, got a {type(rename).__name__}")
+        check_rename(rename)
         return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename, unreferenced)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zarrckpt._errors import warn
+from zarrckpt._format.chunk_codec import BoxTarget
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.dtypes import MAX_E4M3FN, DType, by_torch_name
 from zarrckpt._format.matching import matches, select
@@ -107,7 +108,7 @@ def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
 class CastTarget:
     """A target for the elements of a box, which casts them to another floating type."""
 
-    def __init__(self, old: DType, new: DType, out: RawArray) -> None:
+    def __init__(self, old: DType, new: DType, out: BoxTarget) -> None:
         self.dtype = raw_dtype(old.itemsize)
         self.overflowed = 0
         """The number of finite values that a cast lost, see :func:`cast_elements`."""
@@ -129,9 +130,10 @@ def cast_elements(elements: RawArray, old: DType, new: DType) -> tuple[RawArray,
     values = np.asarray(elements).view(old.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
         # torch and ml_dtypes cast float64 to narrower types through float32. numpy does not for float16.
-        narrow = values.astype(np.float32) if new.itemsize < 4 else values
+        narrow = values.astype(np.float32, copy=False) if new.itemsize < 4 else values
         cast = np.asarray(narrow.astype(new.numpy))
-    lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
+    finite = np.isfinite(cast)
+    lost = 0 if finite.all() else int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(finite))
     if new.name == _SATURATING:
         beyond = np.isnan(cast) & ~np.isnan(values)
         np.copyto(cast, np.copysign(np.float32(MAX_E4M3FN), narrow).astype(new.numpy), where=beyond)
