@@ -328,7 +328,8 @@ class BytesBudget:
         if not nbytes + elsewhere:
             yield np.empty(0, np.uint8)
             return
-        size = _rounded(nbytes)
+        # Torch rounds pinned memory up to a power of two.
+        size = _rounded(nbytes, 1 if self.is_special else 4)
         need = min(size + elsewhere, self.limit)
         with self._changed:
             self._reserve(need)
@@ -366,7 +367,10 @@ class BytesBudget:
             kept -= len(self._free.pop(0))
 
 
-def _rounded(nbytes: int) -> int:
-    """Return a size rounded up by at most 1/8. With few different sizes, returned memory can be used again."""
-    step = max(1024, 1 << max(0, nbytes.bit_length() - 4))
+def _rounded(nbytes: int, bits: int) -> int:
+    """Return a size rounded up to a number of significant bits: 4 for at most 1/8 more, 1 for a power of two.
+
+    With few different sizes, returned memory can be used again.
+    """
+    step = max(1024, 1 << max(0, nbytes.bit_length() - bits))
     return -(-nbytes // step) * step

@@ -1,0 +1,282 @@
+"""Saves and loads of tensors on an accelerator, a device made for these tests (``harness/delayed_device.py``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import delayed_device
+from harness.bits import bits
+from harness.internals import DTYPES
+from harness.memory_peaks import peak_of
+from harness.random_tensors import random_tensor
+from harness.ranks import run_ranks, stop_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import zarrckpt
+from zarrckpt.integrations._values import random_state, set_random_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Call a function with a folder and other arguments in a process with the device. Return its result."""
+    library = delayed_device.build()
+    stop_ranks()
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        arguments = (library, function, str(tmp_path_factory.mktemp("run")), *args)
+        return run_ranks(_with_device, *arguments, world_size=1, group=False, timeout=60)[0]
+
+    yield call
+    stop_ranks()  # No other test may run in a process with the device.
+
+
+def _with_device(library: str, function: Callable[..., Any], *args: Any) -> Any:
+    delayed_device.register(library)
+    torch.ops.delayed.limit_pinned(1 << 40)
+    return function(*args)
+
+
+def _release_later() -> None:
+    threading.Timer(0.1, torch.ops.delayed.release).start()
+
+
+def _loaded(url: str, name: str = "w") -> torch.Tensor:
+    return torch.from_numpy(zarrckpt.open(url)[name][...])
+
+
+# -- streams
+
+
+def _overwrites_during_copy(folder: str) -> None:
+    w, on_cpu = torch.arange(1e6).to("delayed"), torch.arange(5.0)
+    for turn in range(3):  # The later turns use the buffers of the first.
+        w.fill_(turn)
+        torch.ops.delayed.hold()
+        future = zarrckpt.async_save({"w": w, "on_cpu": on_cpu}, f"{folder}/{turn}", copy_in_background=True)
+        with pytest.raises(TimeoutError, match="was not copied"):
+            future.copied(timeout=0.05)
+        torch.ops.delayed.release()
+        future.copied()
+        torch.ops.delayed.hold()
+        w.fill_(-1)
+        future.result(timeout=30)
+        torch.ops.delayed.release()
+        assert bool((_loaded(f"{folder}/{turn}") == turn).all())
+
+
+def test_async_save_returns_before_the_device_copies(run: Run) -> None:
+    run(_overwrites_during_copy)
+
+
+def _produced_on_stream(folder: str, device: str, save: str) -> None:
+    w, new = torch.zeros(1_000_000, device=device), torch.arange(1e6).to(device)
+    other = torch.ones(1000, device="delayed:1")
+    stream = torch.Stream(device)
+    with stream:
+        torch.ops.delayed.hold()
+        w.copy_(new, non_blocking=True)
+        _release_later()
+        if save == "save":
+            zarrckpt.save({"w": w, "other": other}, folder + "/a")
+        else:
+            future = zarrckpt.async_save(
+                {"w": w, "other": other}, f"{folder}/a", copy_in_background=save == "background"
+            )
+            future.copied()
+        w.zero_()
+    other.zero_()
+    if save != "save":
+        future.result(timeout=30)
+    assert torch.equal(_loaded(f"{folder}/a"), new.cpu()) and torch.equal(
+        _loaded(f"{folder}/a", "other"), torch.ones(1000)
+    )
+
+
+@pytest.mark.parametrize("save", ["save", "async", "background"])
+@pytest.mark.parametrize("device", ["delayed:0", "delayed:1"])
+def test_copies_wait_for_the_stream_with_the_new_values(device: str, save: str, run: Run) -> None:
+    run(_produced_on_stream, device, save)
+
+
+def _load_after_queued_work(folder: str) -> None:
+    zarrckpt.save({"w": torch.arange(1e6)}, f"{folder}/a")
+    w = torch.zeros(1_000_000, device="delayed")
+    with torch.Stream("delayed"):
+        torch.ops.delayed.hold()
+        w.fill_(-1)
+        _release_later()
+        zarrckpt.load({"w": w}, f"{folder}/a")
+        w.add_(1)
+    assert torch.equal(w.cpu(), torch.arange(1e6) + 1)
+
+
+def test_a_load_comes_after_work_that_is_queued(run: Run) -> None:
+    run(_load_after_queued_work)
+
+
+# -- values
+
+
+def _forms() -> dict[str, torch.Tensor]:
+    forms = {name: random_tensor(name, (7, 5, 3)) for name in DTYPES}
+    big = torch.randn(64, 32, 3)
+    forms |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "transposed": big.permute(2, 0, 1)}
+    forms |= {
+        "strided": big[::2, :, 1:],
+        "permuted": big[::3].transpose(0, 1),
+        "last": big[None].to(memory_format=torch.channels_last),
+    }
+    return forms
+
+
+def _round_trip(folder: str, limit: int) -> None:
+    torch.ops.delayed.limit_pinned(limit)
+    on_cpu = _forms()
+    state = {name: tensor.to("delayed") for name, tensor in on_cpu.items()}
+    for name in ("transposed", "strided", "permuted"):  # .to() makes them dense
+        whole = on_cpu[name]._base.to("delayed")
+        state[name] = whole.as_strided(on_cpu[name].shape, on_cpu[name].stride(), on_cpu[name].storage_offset())
+    state |= {"tied": state["float32"], "second": torch.ones(9, device="delayed:1")}
+    zarrckpt.save(state, f"{folder}/a")
+    zarrckpt.async_save(state, f"{folder}/b").result(timeout=30)
+    for url in (f"{folder}/a", f"{folder}/b"):
+        targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        zarrckpt.load(targets, url)
+        for name, tensor in on_cpu.items():
+            assert targets[name].device == state[name].device and bits(targets[name].cpu()) == bits(tensor), name
+        assert bool(targets["second"].eq(1).all())
+
+
+def test_all_dtypes_and_strides_round_trip(run: Run) -> None:
+    run(_round_trip, 1 << 40)
+
+
+def _trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5, device="delayed"), torch.nn.Linear(5, 3))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    model[1](model[0](torch.randn(4, 9).to("delayed")).cpu()).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def _mixed_devices(folder: str) -> None:
+    model, optim = _trained(1)
+    state = {"model": model, "optim": optim}
+    zarrckpt.async_save(state, f"{folder}/a").result(timeout=30)
+    model2, optim2 = _trained(2)
+    zarrckpt.load({"model": model2, "optim": optim2}, f"{folder}/a")
+    assert [parameter.device.type for parameter in model2.parameters()] == ["delayed"] * 2 + ["cpu"] * 2
+    for one, other in zip(model.parameters(), model2.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+        saved, found = optim.state[one], optim2.state[other]
+        assert all(torch.equal(saved[key].cpu(), found[key].cpu()) for key in ("step", "exp_avg", "exp_avg_sq"))
+        assert found["exp_avg"].device == other.device and found["step"].device.type == "cpu"
+
+
+def test_models_on_two_kinds_of_devices_resume(run: Run) -> None:
+    run(_mixed_devices)
+
+
+def _dtensors(folder: str) -> None:
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+    dist.init_process_group("delayed:fake", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("delayed", (1,))
+        whole = torch.arange(6000.0).reshape(60, 100)
+        state = {"w": distribute_tensor(whole.to("delayed"), mesh, [Shard(1)])}
+        torch.ops.delayed.hold()
+        _release_later()
+        future = zarrckpt.async_save(state, f"{folder}/a")
+        state["w"].to_local().zero_()
+        future.result(timeout=30)
+        target = {"w": DTensor.from_local(torch.zeros(60, 100, device="delayed"), mesh, [Shard(0)])}
+        zarrckpt.load(target, f"{folder}/a")
+        assert torch.equal(target["w"].to_local().cpu(), whole)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_dtensors_on_the_device_are_saved_and_loaded(run: Run) -> None:
+    run(_dtensors)
+
+
+# -- memory
+
+
+def _bounded_memory(folder: str) -> tuple[int, int]:
+    state = {f"w{i}": torch.randn(1 << 22) for i in range(8)}  # 128 MiB
+    zarrckpt.save(state, f"{folder}/a")
+    targets = {name: torch.full_like(tensor, 7, device="delayed") for name, tensor in state.items()}
+    torch.accelerator.synchronize()
+    options = zarrckpt.LoadOptions(max_inflight_bytes=16 << 20, check_after="off")
+    torch.ops.delayed.limit_pinned(1 << 40)
+    peak = peak_of(lambda: zarrckpt.load(targets, f"{folder}/a", options=options))
+    assert all(torch.equal(targets[name].cpu(), tensor) for name, tensor in state.items())
+    return peak, torch.ops.delayed.most_pinned()
+
+
+def test_a_load_to_the_device_is_bounded_in_host_memory(run: Run) -> None:
+    peak, pinned = run(_bounded_memory)
+    assert 0 < pinned <= 16 << 20 and peak < 48 << 20
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _without_pinned(folder: str) -> list[str]:
+    messages = _Messages()
+    logging.getLogger("zarrckpt").addHandler(messages)
+    _round_trip(folder, 20_000)
+    _round_trip(f"{folder}/again", 0)
+    return messages.texts
+
+
+def test_without_pinned_memory_pageable_memory_is_used(run: Run) -> None:
+    messages = run(_without_pinned)
+    assert len(messages) == 1 and "out of pinned memory" in messages[0]
+
+
+# -- random numbers
+
+
+class _Draws:
+    def state_dict(self) -> dict[str, Any]:
+        torch.delayed.manual_seed_all(99)  # type: ignore[attr-defined]
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _random_state(folder: str) -> None:
+    device = torch.device("delayed")
+    zarrckpt.save({"draws": _Draws()}, f"{folder}/a")
+    saved = random_state(device)
+    torch.delayed.manual_seed_all(5)  # type: ignore[attr-defined]
+    zarrckpt.load({"draws": _Draws()}, f"{folder}/a")  # calls state_dict() to check the loaded state
+    assert {*torch.delayed.get_rng_state().tolist()} == {5}  # type: ignore[attr-defined]
+    set_random_state(device, saved)
+    assert {*torch.delayed.get_rng_state().tolist()} == {99} and len(saved["device"]) == 2  # type: ignore[attr-defined]
+
+
+def test_random_states_of_the_device_are_kept_and_restored(run: Run) -> None:
+    run(_random_state)
