@@ -48,7 +48,7 @@ def _with_device(library: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _release_later() -> None:
-    threading.Timer(0.1, torch.ops.delayed.release).start()
+    threading.Timer(0.3, torch.ops.delayed.release).start()
 
 
 def _loaded(url: str, name: str = "w") -> torch.Tensor:
@@ -80,27 +80,28 @@ def test_async_save_returns_before_the_device_copies(run: Run) -> None:
 
 
 def _produced_on_stream(folder: str, device: str, save: str) -> None:
-    w, new = torch.zeros(1_000_000, device=device), torch.arange(1e6).to(device)
-    other = torch.ones(1000, device="delayed:1")
-    stream = torch.Stream(device)
-    with stream:
+    # Several tensors, so that the threads of a save copy some of them.
+    new = [torch.arange(1e6) + i for i in range(8)]
+    state, produced = [torch.zeros(1_000_000, device=device) for _ in new], [tensor.to(device) for tensor in new]
+    other, url = torch.ones(1000, device="delayed:1"), f"{folder}/a"
+    with torch.Stream(device):
         torch.ops.delayed.hold()
-        w.copy_(new, non_blocking=True)
+        for tensor, values in zip(state, produced, strict=True):
+            tensor.copy_(values, non_blocking=True)
         _release_later()
         if save == "save":
-            zarrckpt.save({"w": w, "other": other}, folder + "/a")
+            zarrckpt.save({"w": state, "other": other}, url)
         else:
-            future = zarrckpt.async_save(
-                {"w": w, "other": other}, f"{folder}/a", copy_in_background=save == "background"
-            )
+            in_background = save == "background"
+            future = zarrckpt.async_save({"w": state, "other": other}, url, copy_in_background=in_background)
             future.copied()
-        w.zero_()
+        for tensor in state:
+            tensor.zero_()
     other.zero_()
     if save != "save":
         future.result(timeout=30)
-    assert torch.equal(_loaded(f"{folder}/a"), new.cpu()) and torch.equal(
-        _loaded(f"{folder}/a", "other"), torch.ones(1000)
-    )
+    assert all(torch.equal(_loaded(url, f"w.{i}"), tensor) for i, tensor in enumerate(new))
+    assert torch.equal(_loaded(url, "other"), torch.ones(1000))
 
 
 @pytest.mark.parametrize("save", ["save", "async", "background"])
@@ -110,15 +111,17 @@ def test_copies_wait_for_the_stream_with_the_new_values(device: str, save: str, 
 
 
 def _load_after_queued_work(folder: str) -> None:
-    zarrckpt.save({"w": torch.arange(1e6)}, f"{folder}/a")
-    w = torch.zeros(1_000_000, device="delayed")
+    saved = [torch.arange(1e6) + i for i in range(8)]
+    zarrckpt.save({"w": saved}, f"{folder}/a")
+    targets = [torch.zeros(1_000_000, device="delayed") for _ in saved]
     with torch.Stream("delayed"):
         torch.ops.delayed.hold()
-        w.fill_(-1)
+        for target in targets:
+            target.fill_(-1)
         _release_later()
-        zarrckpt.load({"w": w}, f"{folder}/a")
-        w.add_(1)
-    assert torch.equal(w.cpu(), torch.arange(1e6) + 1)
+        zarrckpt.load({"w": targets}, f"{folder}/a")
+    torch.accelerator.synchronize()
+    assert all(torch.equal(target.cpu(), tensor) for target, tensor in zip(targets, saved, strict=True))
 
 
 def test_a_load_comes_after_work_that_is_queued(run: Run) -> None:
@@ -259,8 +262,11 @@ def test_without_pinned_memory_pageable_memory_is_used(run: Run) -> None:
 
 
 class _Draws:
+    calls = 0
+
     def state_dict(self) -> dict[str, Any]:
-        torch.delayed.manual_seed_all(99)  # type: ignore[attr-defined]
+        self.calls += 1
+        torch.get_device_module("delayed").manual_seed_all(self.calls)
         return {"x": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,14 +274,16 @@ class _Draws:
 
 
 def _random_state(folder: str) -> None:
-    device = torch.device("delayed")
+    device, draws = torch.device("delayed"), _Draws()
+    module = torch.get_device_module(device)
     zarrckpt.save({"draws": _Draws()}, f"{folder}/a")
+    module.manual_seed_all(9)
     saved = random_state(device)
-    torch.delayed.manual_seed_all(5)  # type: ignore[attr-defined]
-    zarrckpt.load({"draws": _Draws()}, f"{folder}/a")  # calls state_dict() to check the loaded state
-    assert {*torch.delayed.get_rng_state().tolist()} == {5}  # type: ignore[attr-defined]
+    zarrckpt.load({"draws": draws}, f"{folder}/a")
+    # The second call checks the loaded state.
+    assert draws.calls == 2 and {*module.get_rng_state().tolist()} == {1}
     set_random_state(device, saved)
-    assert {*torch.delayed.get_rng_state().tolist()} == {99} and len(saved["device"]) == 2  # type: ignore[attr-defined]
+    assert {*module.get_rng_state().tolist()} == {9} and len(saved["device"]) == 2
 
 
 def test_random_states_of_the_device_are_kept_and_restored(run: Run) -> None:
