@@ -7,6 +7,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
@@ -126,7 +127,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard lock((*static_cast<LatchPtr*>(event))->mutex);
     return (*static_cast<LatchPtr*>(event))->is_open;
   }
-  // As on MPS, streams cannot be waited for. Only events and whole devices can.
+  void synchronizeStream(const Stream& s) const override { queue_of(s.device_index(), s.id()).mark()->wait(); }
   void synchronizeDevice(DeviceIndex index) const override {
     std::vector<LatchPtr> latches;
     {
@@ -216,6 +217,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange_device(index); }
   bool isPinnedPtr(const void* address) const override { return PinnedMemory::holds(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    TORCH_CHECK(!nbytes || !storage.nbytes(), "only empty storages can grow");
+    storage.set_data_ptr_noswap(device_memory.allocate(nbytes));
+    storage.set_nbytes(nbytes);
+  }
 };
 
 // -- operators
@@ -322,6 +328,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
+  library.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(&at::native::set_));
+  library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("fill_.Scalar", &fill);

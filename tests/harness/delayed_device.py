@@ -52,6 +52,11 @@ def register(library: str) -> None:
         device_count=lambda: 2,
         current_device=torch.accelerator.current_device_index,
         set_device=torch.accelerator.set_device_index,
+        device=lambda device: torch.accelerator.device_index(torch.device(device).index),
+        current_stream=torch.accelerator.current_stream,
+        Stream=lambda priority=0: torch.Stream("delayed"),
+        stream=lambda stream: stream,
+        Event=lambda: torch.Event("delayed"),
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: state.fill_(seed % 256),
         get_rng_state=lambda index=0: state.clone(),
@@ -60,3 +65,5 @@ def register(library: str) -> None:
     )
     torch._register_device_module("delayed", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.distributed.Backend.default_device_backend_map["delayed"] = "fake"
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import delayed_device
-from harness.bits import bits
-from harness.internals import DTYPES
+from harness import delayed_device, device_checks
 from harness.memory_peaks import peak_of
-from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks, stop_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -45,6 +42,10 @@ def _with_device(library: str, function: Callable[..., Any], *args: Any) -> Any:
     delayed_device.register(library)
     torch.ops.delayed.limit_pinned(1 << 40)
     return function(*args)
+
+
+def _on_device(folder: str, check: Callable[[torch.device, str], object]) -> None:
+    check(torch.device("delayed", 1), folder)
 
 
 def _release_later() -> None:
@@ -131,65 +132,16 @@ def test_a_load_comes_after_work_that_is_queued(run: Run) -> None:
 # -- values
 
 
-def _forms() -> dict[str, torch.Tensor]:
-    forms = {name: random_tensor(name, (7, 5, 3)) for name in DTYPES}
-    big = torch.randn(64, 32, 3)
-    forms |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "transposed": big.permute(2, 0, 1)}
-    forms |= {
-        "strided": big[::2, :, 1:],
-        "permuted": big[::3].transpose(0, 1),
-        "last": big[None].to(memory_format=torch.channels_last),
-    }
-    return forms
-
-
-def _round_trip(folder: str, limit: int) -> None:
-    torch.ops.delayed.limit_pinned(limit)
-    on_cpu = _forms()
-    state = {name: tensor.to("delayed") for name, tensor in on_cpu.items()}
-    for name in ("transposed", "strided", "permuted"):  # .to() makes them dense
-        whole = on_cpu[name]._base.to("delayed")
-        state[name] = whole.as_strided(on_cpu[name].shape, on_cpu[name].stride(), on_cpu[name].storage_offset())
-    state |= {"tied": state["float32"], "second": torch.ones(9, device="delayed:1")}
-    zarrckpt.save(state, f"{folder}/a")
-    zarrckpt.async_save(state, f"{folder}/b").result(timeout=30)
-    for url in (f"{folder}/a", f"{folder}/b"):
-        targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        zarrckpt.load(targets, url)
-        for name, tensor in on_cpu.items():
-            assert targets[name].device == state[name].device and bits(targets[name].cpu()) == bits(tensor), name
-        assert bool(targets["second"].eq(1).all())
-
-
 def test_all_dtypes_and_strides_round_trip(run: Run) -> None:
-    run(_round_trip, 1 << 40)
-
-
-def _trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 5, device="delayed"), torch.nn.Linear(5, 3))
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    model[1](model[0](torch.randn(4, 9).to("delayed")).cpu()).sum().backward()
-    optim.step()
-    return model, optim
-
-
-def _mixed_devices(folder: str) -> None:
-    model, optim = _trained(1)
-    state = {"model": model, "optim": optim}
-    zarrckpt.async_save(state, f"{folder}/a").result(timeout=30)
-    model2, optim2 = _trained(2)
-    zarrckpt.load({"model": model2, "optim": optim2}, f"{folder}/a")
-    assert [parameter.device.type for parameter in model2.parameters()] == ["delayed"] * 2 + ["cpu"] * 2
-    for one, other in zip(model.parameters(), model2.parameters(), strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
-        saved, found = optim.state[one], optim2.state[other]
-        assert all(torch.equal(saved[key].cpu(), found[key].cpu()) for key in ("step", "exp_avg", "exp_avg_sq"))
-        assert found["exp_avg"].device == other.device and found["step"].device.type == "cpu"
+    run(_on_device, device_checks.round_trip)
 
 
 def test_models_on_two_kinds_of_devices_resume(run: Run) -> None:
-    run(_mixed_devices)
+    run(_on_device, device_checks.resume_on_two_devices)
+
+
+def test_async_saves_beside_training_save_the_old_numbers(run: Run) -> None:
+    run(_on_device, device_checks.train_beside_saves)
 
 
 def _dtensors(folder: str) -> None:
@@ -248,8 +200,9 @@ class _Messages(logging.Handler):
 def _without_pinned(folder: str) -> list[str]:
     messages = _Messages()
     logging.getLogger("zarrckpt").addHandler(messages)
-    _round_trip(folder, 20_000)
-    _round_trip(f"{folder}/again", 0)
+    for limit in (20_000, 0):
+        torch.ops.delayed.limit_pinned(limit)
+        device_checks.round_trip(torch.device("delayed"), f"{folder}/{limit}")
     return messages.texts
 
 
