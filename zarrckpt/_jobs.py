@@ -300,8 +300,6 @@ class BytesBudget:
 
     def __init__(self, limit: int, allocate: Callable[[int], Bytes] = plain_bytes) -> None:
         self.limit = limit
-        self.is_special = allocate is not plain_bytes
-        """Whether it lends special memory that a GPU copies faster."""
         self._allocate = allocate
         self._held = 0
         self._free: list[Bytes] = []
@@ -328,8 +326,8 @@ class BytesBudget:
         if not nbytes + elsewhere:
             yield np.empty(0, np.uint8)
             return
-        # Torch rounds pinned memory up to a power of two.
-        size = _rounded(nbytes, 1 if self.is_special else 4)
+        # Other memory than plain memory is pinned. Torch rounds it up to a power of two.
+        size = _rounded(nbytes, 4 if self._allocate is plain_bytes else 1)
         need = min(size + elsewhere, self.limit)
         with self._changed:
             self._reserve(need)

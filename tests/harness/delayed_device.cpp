@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 
+#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -183,9 +184,10 @@ struct PinnedMemory final : c10::Allocator {
   static inline std::map<const char*, size_t> sizes;
   static inline int64_t left = int64_t{1} << 40, most = 0, held = 0;
   c10::DataPtr allocate(size_t nbytes) override {
+    nbytes = std::bit_ceil(nbytes);  // as torch for CUDA
     std::lock_guard lock(mutex);
     TORCH_CHECK(held + int64_t(nbytes) <= left, "out of pinned memory");
-    char* address = static_cast<char*>(malloc(nbytes + 1));
+    char* address = static_cast<char*>(malloc(nbytes));
     sizes[address] = nbytes;
     most = std::max(most, held += nbytes);
     return {address, address, &release, c10::kCPU};

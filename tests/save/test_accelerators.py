@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zarrckpt
+from zarrckpt._jobs import BytesBudget
 from zarrckpt.integrations._values import random_state, set_random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -172,20 +174,27 @@ def test_dtensors_on_the_device_are_saved_and_loaded(run: Run) -> None:
 
 
 def _bounded_memory(folder: str) -> tuple[int, int]:
-    state = {f"w{i}": torch.randn(1 << 22) for i in range(8)}  # 128 MiB
-    zarrckpt.save(state, f"{folder}/a")
+    state, url = {f"w{i}": torch.randn(1 << 22) for i in range(8)}, f"{folder}/a"  # 128 MiB
+    zarrckpt.save(state, url)
     targets = {name: torch.full_like(tensor, 7, device="delayed") for name, tensor in state.items()}
     torch.accelerator.synchronize()
     options = zarrckpt.LoadOptions(max_inflight_bytes=16 << 20, check_after="off")
-    torch.ops.delayed.limit_pinned(1 << 40)
-    peak = peak_of(lambda: zarrckpt.load(targets, f"{folder}/a", options=options))
+    before = torch.ops.delayed.most_pinned()
+    peak = peak_of(lambda: zarrckpt.load(targets, url, options=options))
     assert all(torch.equal(targets[name].cpu(), tensor) for name, tensor in state.items())
-    return peak, torch.ops.delayed.most_pinned()
+    return peak, torch.ops.delayed.most_pinned() - before
 
 
 def test_a_load_to_the_device_is_bounded_in_host_memory(run: Run) -> None:
     peak, pinned = run(_bounded_memory)
     assert 0 < pinned <= 16 << 20 and peak < 48 << 20
+
+
+def test_pinned_memory_counts_with_the_size_that_torch_allocates() -> None:
+    sizes: list[int] = []
+    budget = BytesBudget(40 << 20, lambda nbytes: sizes.append(nbytes) or np.empty(nbytes, np.uint8))
+    with budget.take((8 << 20) + 32), budget.take(5000), budget.take(4096):
+        assert sizes == [16 << 20, 8192, 4096]  # powers of two
 
 
 class _Messages(logging.Handler):
