@@ -2,6 +2,7 @@
 # make test     all tests (ARGS="-k name" for some)
 # make test-readers  tests that need no torch, with newer zarr, in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
 # make test-integrations  tests of zarrckpt.integrations with the frameworks, in .venv-integrations
+# make test-gpu  tests on this machine's GPU or other accelerator, and a table of speeds; a few minutes, not in 'make test'
 # make zarrita  install the requirements of tests marked "node" with npm; without them 'make test' skips these tests
 # make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of reading checkpoints and of the modules below, without those that need servers.
 READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
 
-.PHONY: demo test test-readers test-integrations zarrita lint docs mutants bench clean
+.PHONY: demo test test-gpu test-readers test-integrations zarrita lint docs mutants bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -38,6 +39,9 @@ IN_MEMORY = $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'END {print $$4}')" 
 
 test: .venv/.dev
 	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-gpu: .venv/.dev
+	$(IN_MEMORY) $(BIN)/python -m pytest -v tests/gpu $(ARGS)
 
 test-readers: .venv-readers/.installed
 	.venv-readers/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph and not hub" $(READERS) $(ARGS)

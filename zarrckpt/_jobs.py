@@ -301,8 +301,6 @@ class BytesBudget:
 
     def __init__(self, limit: int, allocate: Callable[[int], Bytes] = plain_bytes) -> None:
         self.limit = limit
-        self.is_special = allocate is not plain_bytes
-        """Whether it lends special memory that a GPU copies faster."""
         self._allocate = allocate
         self._held = 0
         self._free: list[Bytes] = []
@@ -329,7 +327,8 @@ class BytesBudget:
 
     @contextmanager
     def _take(self, nbytes: int, elsewhere: int) -> Iterator[Bytes]:
-        size = _rounded(nbytes)
+        # Other memory than plain memory is pinned. Torch rounds it up to a power of two.
+        size = _rounded(nbytes, 4 if self._allocate is plain_bytes else 1)
         need = min(size + elsewhere, self.limit)
         with self._changed:
             self._reserve(need)
@@ -367,7 +366,10 @@ class BytesBudget:
             kept -= len(self._free.pop(0))
 
 
-def _rounded(nbytes: int) -> int:
-    """Return a size rounded up by at most 1/8. With few different sizes, returned memory can be used again."""
-    step = max(1024, 1 << max(0, nbytes.bit_length() - 4))
+def _rounded(nbytes: int, bits: int) -> int:
+    """Return a size rounded up to a number of significant bits: 4 for at most 1/8 more, 1 for a power of two.
+
+    With few different sizes, returned memory can be used again.
+    """
+    step = max(1024, 1 << max(0, nbytes.bit_length() - bits))
     return -(-nbytes // step) * step

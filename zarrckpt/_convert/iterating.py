@@ -21,6 +21,7 @@ from zarrckpt._read.casts import CastTarget, DTypeOption, plan_casts, warn_of_ov
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import Job
 from zarrckpt._read.selection import Selection, catalog_of
+from zarrckpt._state.accelerators import wait_for_streams
 from zarrckpt._state.tensors import CopiedTensor, transfer_memory
 
 
@@ -65,7 +66,7 @@ class _PendingTensor:
             self._tensor = torch.from_numpy(memory).view(getattr(torch, dtype.name)).reshape(node.grid.shape)
         else:
             # The memory can be that of a dropped tensor which the caller's stream still uses. Jobs use other streams.
-            torch.accelerator.current_stream(device).synchronize()
+            wait_for_streams([device])
             self._tensor = torch.empty(node.grid.shape, dtype=getattr(torch, dtype.name), device=device)
             target = CopiedTensor(self._tensor, self._tensor.dtype)
         self._cast = None if dtype == node.dtype else CastTarget(node.dtype, dtype, target)

@@ -235,7 +235,7 @@ def fetch_in_budget(part: StoredSubchunks, budget: BytesBudget) -> Iterator[tupl
     Yields their bytes, and scratch memory for :func:`unpack`. Raises CorruptCheckpointError for a missing object.
     """
     scratch = unpacking_bytes(part.node)
-    if part.array.store.is_local or budget.is_special:
+    if part.array.store.is_local:
         with budget.take(part.nbytes + scratch) as taken:
             fetch(part, taken[: part.nbytes])
             yield taken[: part.nbytes], taken[part.nbytes :]

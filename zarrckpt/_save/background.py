@@ -23,9 +23,10 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.staging import Stager, streams_in_use
+from zarrckpt._save.staging import Stager
 from zarrckpt._save.steps import RankSave, save_in_rounds
 from zarrckpt._state import objects
+from zarrckpt._state.accelerators import current_streams
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Url
 
@@ -186,7 +187,7 @@ class _BackgroundSaver:
             # Take state dicts in this thread, because they may need collectives.
             plain = objects.convert_for_save(state).state
             if in_background:
-                return partial(self._stager.stage, plain, keep=keep, streams=streams_in_use())
+                return partial(self._stager.stage, plain, keep=keep, streams=current_streams())
             copied = self._stager.stage(plain, keep=keep)
             return lambda: copied
         except Exception as err:

@@ -18,6 +18,7 @@ import torch
 
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
+from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_for_streams
 from zarrckpt._state.digests import is_parameter_list
 from zarrckpt._state.flatten import OwnRank, is_flattened
 from zarrckpt._state.local_boxes import AttributeBoxes, DTensorBoxes, SeparateBoxes, has_box_attributes, to_local_boxes
@@ -45,13 +46,13 @@ class Stager:
         """The buffers of the last copy, by flat name."""
 
     def stage(
-        self, state: Mapping[Any, Any], *, keep: bool = True, streams: Sequence[torch.cuda.Stream] = ()
+        self, state: Mapping[Any, Any], *, keep: bool = True, streams: Sequence[torch.Stream] = ()
     ) -> dict[Any, Any]:
         """Return a copy of a state of plain containers, tensors and values. It is valid until the next call.
 
-        Tensors are copied into buffers with the same strides, in pinned memory for CUDA tensors. DTensors and other
-        sharded tensors become objects that hold this rank's parts. Other values are encoded for the save. Waits until
-        the devices have copied. Takes the time of one copy of all bytes, plus about 2 us per tensor.
+        Tensors are copied into buffers with the same strides, in pinned memory for tensors of an accelerator.
+        DTensors and other sharded tensors become objects that hold this rank's parts. Other values are encoded for the
+        save. Waits until the devices have copied. Takes the time of one copy of all bytes, plus about 2 us per tensor.
 
         Args:
             keep: reuse the buffers for the next copy. Otherwise they are freed with the returned state.
@@ -61,7 +62,9 @@ class Stager:
         self.buffers = {}
         with contextlib.ExitStack() as modes:
             for stream in streams:
-                modes.enter_context(torch.cuda.stream(stream))
+                # Entering the stream of a device that this process does not use would allocate memory on it.
+                if stream != torch.accelerator.current_stream(stream.device_index):
+                    modes.enter_context(stream)
             # Buffers made in inference mode can be written only in inference mode.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
@@ -138,8 +141,8 @@ class _Copies:
         if kept is None or kept[0] != form:
             kept = None  # Free the old buffer before the new one is allocated.
             # With equal strides, the copy is one pass over contiguous memory.
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-            kept = (form, buffer)
+            allocate = partial(torch.empty_like, tensor, device="cpu", requires_grad=False)
+            kept = (form, allocate_pinned(allocate) if is_accelerator(tensor.device) else allocate())
         self.buffers[name] = kept
         if memory is not None:
             self._shared[memory] = kept[1]
@@ -151,14 +154,10 @@ class _Copies:
     def fill(self) -> None:
         """Fill the buffers, and wait until they are filled."""
         on_cpu = self._copies.pop(torch.device("cpu"), ([], []))
-        for device, (targets, sources) in self._copies.items():
-            # Only copies from CUDA are waited for below.
-            _copy(targets, sources, non_blocking=device.type == "cuda")
+        for targets, sources in self._copies.values():
+            _copy(targets, sources)
         _copy_in_threads(*on_cpu)
-        for device in self._copies:
-            if device.type == "cuda":
-                # An event ends before work that other threads queue on the stream later.
-                torch.cuda.current_stream(device).record_event().synchronize()
+        wait_for_streams(self._copies)
 
 
 def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
@@ -172,10 +171,13 @@ def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
     run_jobs((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
 
 
-def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:
+def _copy(targets: _Tensors, sources: _Tensors) -> None:
+    """Copy tensors. Copies from an accelerator to pinned memory may end later."""
     with torch.no_grad():  # The mode is per thread.
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=non_blocking)
+            # For other targets, torch may first copy to a temporary tensor, and read it before that copy has ended.
+            direct = not source.is_cpu and target.is_contiguous() and target.is_pinned()
+            target.copy_(source, non_blocking=direct)
 
 
 def _batches(targets: _Tensors, sources: _Tensors) -> Iterator[tuple[_Tensors, _Tensors]]:
@@ -196,13 +198,6 @@ def _batches(targets: _Tensors, sources: _Tensors) -> Iterator[tuple[_Tensors, _
             to, of, size = [], [], 0
     if to:
         yield to, of
-
-
-def streams_in_use() -> list[torch.cuda.Stream]:
-    """Return the calling thread's current stream of each GPU."""
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.current_stream(device) for device in range(torch.cuda.device_count())]
 
 
 def _cpus() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import MAX_E4M3FN
 from zarrckpt._jobs import Bytes, BytesBudget
 from zarrckpt._ranks.torch_private import INNER_TENSORS, detached_without_subclass, is_in_transform
+from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_for_streams
 
 OVERLAPS = "is an expanded view or another view with elements that share memory: load into a clone() of it"
 
@@ -146,21 +148,20 @@ class CopiedTensor:
 
 
 def transfer_memory(limit: int, devices: Iterable[torch.device]) -> BytesBudget:
-    """Return the memory budget for copies from and to tensors on these devices. It is pinned for GPUs.
+    """Return the memory budget for copies from and to tensors on these devices. It is pinned for accelerators.
 
-    Waits for GPU work of the calling thread, because other threads copy on other streams.
+    Waits for the calling thread's work on these devices, because other threads copy on other streams.
     """
-    gpus = [device for device in devices if device.type == "cuda"]
-    for gpu in gpus:
-        torch.cuda.current_stream(gpu).synchronize()
+    accelerators = [device for device in devices if is_accelerator(device)]
+    wait_for_streams(accelerators)
     # 1/16 remains for other memory of threads and clients.
     limit -= limit // 16
-    return BytesBudget(limit, pinned_bytes) if gpus else BytesBudget(limit)
+    return BytesBudget(limit, pinned_bytes) if accelerators else BytesBudget(limit)
 
 
 def pinned_bytes(nbytes: int) -> Bytes:
-    """Return pinned memory, which a GPU accesses directly and copies about twice as fast."""
-    pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+    """Return pinned memory if possible. An accelerator accesses it directly and copies about twice as fast."""
+    pinned: Bytes = allocate_pinned(partial(torch.empty, nbytes, dtype=torch.uint8, device="cpu")).numpy()
     return pinned
 
 

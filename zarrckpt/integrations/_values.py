@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._state.accelerators import random_states
 from zarrckpt._state.torch_kinds import is_sharded
 
 
@@ -31,8 +32,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "python": {"version": version, "numbers": torch.tensor(numbers, device="cpu"), "gauss": gauss},
         "numpy": numpy,
     }
-    if hasattr(module := torch.get_device_module(device), "get_rng_state_all"):
-        state["device"] = module.get_rng_state_all()
+    if (states := random_states(device)) is not None:
+        state["device"] = states
     return state
 
 
@@ -44,7 +45,7 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
     if "key" in numpy["state"]:
         numpy = {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].numpy().astype(np.uint32)}}
     np.random.set_state(numpy)
-    if hasattr(module := torch.get_device_module(device), "get_rng_state_all"):
+    if hasattr(module := torch.get_device_module(device), "set_rng_state"):
         for i, own in enumerate(state.get("device", ())[: module.device_count()]):
             module.set_rng_state(own, i)
 
