@@ -12,7 +12,7 @@ from typing import Any
 from zarrckpt._commit.discovery import number_in
 from zarrckpt._commit.listings import list_below
 from zarrckpt._errors import CheckpointNotFoundError, StorageError, warn
-from zarrckpt._runs.folders import newest_first, skip_warning
+from zarrckpt._runs.folders import WithoutRoot, newest_first, skip_warning
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 MIN_INTERVAL = 0.1
@@ -36,8 +36,8 @@ def watch(
 
     A checkpoint is new if the number at the end of its name is greater than that of the last one that was yielded.
     Folders without a number are ignored. Unfinished and damaged checkpoints are skipped as in :func:`latest`, with one
-    warning for each damaged one. If the last one was removed and none is newer, as after ``restore(rewind=True)``, the
-    newest remaining one is yielded.
+    warning for each damaged one. A missing root document counts as damage from the second listing on. If the last one
+    was removed and none is newer, as after ``restore(rewind=True)``, the newest remaining one is yielded.
 
     Each process that calls it lists the folder itself, once per interval, plus one request for each new checkpoint and
     for each newer folder without one. The folder need not exist yet. If ``run`` is a store object instead of a url, the
@@ -77,6 +77,8 @@ class _RunWatcher:
         """The name of the last checkpoint that was yielded, or of the newest one that existed at the beginning."""
         self._damaged: set[str] = set()
         """The names of the damaged checkpoints that were warned of."""
+        self._without_root: set[str] = set()
+        """The names of those that had tables but no root document in an earlier listing."""
 
     def new_names(self, existing: bool, interval: float, timeout: float) -> Iterator[str]:
         """Yield the names of new checkpoints, see :func:`watch`."""
@@ -128,6 +130,8 @@ class _RunWatcher:
                 found.append(below.name)
                 if newest_only:
                     break
+            elif isinstance(below, WithoutRoot) and below.name not in self._without_root:
+                self._without_root.add(below.name)  # A running save may be about to commit.
             elif below.name not in self._damaged:
                 self._damaged.add(below.name)
                 warn(skip_warning(store, below))
