@@ -31,7 +31,7 @@ exclude_patterns = ["_*"]
 # Anchors of headings are GitHub's. Every link must have a target (warnings are errors).
 myst_heading_anchors = 4
 nitpicky = True
-OTHERS = "collections|concurrent|dist|numpy|np|os|torch|xarray|zarr"
+OTHERS = "collections|concurrent|dist|numpy|np|os|threading|torch|xarray|zarr"
 nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..+|Mode|Progress|Url|\w+Option|.+\.ReusedChunks")]
 
 add_module_names = False
