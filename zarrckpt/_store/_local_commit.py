@@ -354,8 +354,9 @@ def copy_range(source: int, target: int, nbytes: int, source_offset: int, target
     while nbytes:
         try:
             done = os.copy_file_range(source, target, min(nbytes, _COPY_BYTES), source_offset, target_offset)
-        except OSError as error:
-            if error.errno not in (*_NO_LINKS, errno.EXDEV):
+        except (AttributeError, OSError) as error:
+            # Only Linux has the call.
+            if isinstance(error, OSError) and error.errno not in (*_NO_LINKS, errno.EXDEV):
                 raise
             data = os.pread(source, min(nbytes, _BLOCK_BYTES), source_offset)
             pwrite_all(target, [memoryview(data)], target_offset)
