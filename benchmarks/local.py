@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,17 @@ CONDITIONS = [
 
 
 def run(options: Options) -> Results:
+    return measure_each(options, CONDITIONS, _measure)
+
+
+def measure_each(options: Options, conditions: Sequence[Condition], measure: Callable[..., Results]) -> Results:
+    """Measure each condition in new processes. ``measure`` is called with the options and the condition."""
     found = Results()
-    for condition in CONDITIONS:
+    for condition in conditions:
         if condition.world == 1:
-            found.add(fresh(_measure, options, condition))
+            found.add(fresh(measure, options, condition))
         else:
-            found.add(ranks(_measure, condition.world, options, condition))
+            found.add(ranks(measure, condition.world, options, condition))
     return found
 
 
@@ -121,6 +126,14 @@ def _rank() -> int:
 
 
 def _measure(options: Options, condition: Condition) -> Results:
+    return compare(options, condition, _contenders)
+
+
+def compare(options: Options, condition: Condition, make: Callable[[Any, Any, str], Iterable[Any]]) -> Results:
+    """Let contenders save and load the state of a condition in turn.
+
+    ``make`` returns the contenders for the condition, the state and a folder.
+    """
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
@@ -131,7 +144,7 @@ def _measure(options: Options, condition: Condition) -> Results:
     target = states.like(state)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         folder = _agreed(folder, world)
-        contenders = list(_contenders(condition, state, folder))
+        contenders = list(make(condition, state, folder))
         calls = {c.name: _round(c, state, target, folder, world) for c in contenders if c.installed}
         times = alternate(calls, options.rounds)
     size = states.nbytes(state)
