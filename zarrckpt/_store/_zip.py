@@ -279,20 +279,23 @@ class ZipStore(Store):
     # -- writes
 
     def begin_archive(self, save_id: str, planned_bytes: int) -> None:
-        folder, self._save_id = self._beside(f"{GROUP}/{save_id}"), save_id
+        self._save_id = save_id
         if isinstance(self._parent, ClientStore):
-            self._archive = StreamedArchive(self._parent, self._name, f"{folder}/{_ARCHIVE}")
+            self._archive = StreamedArchive(self._parent, self._name, self._unfinished(save_id)[0])
         else:
-            paths = (f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}")
-            self._archive = LocalArchive(self._local(), *paths, planned_bytes)
+            self._archive = LocalArchive(self._local(), *self._unfinished(save_id), planned_bytes)
 
     def begin_part(self, save_id: str, places: Places) -> None:
         if isinstance(self._archive, StreamedArchive):
             self._part = self._archive
             return self._archive.refuse_size(sum(place.size for place in places.values()))
-        folder = self._beside(f"{GROUP}/{save_id}")
         self._places = places
-        self._part = LocalPart(self._local(), f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}", places)
+        self._part = LocalPart(self._local(), *self._unfinished(save_id), places)
+
+    def _unfinished(self, save_id: str) -> tuple[str, str]:
+        """Return the keys of an attempt's unfinished archive and of its scratch files, without their numbers."""
+        folder = self._beside(f"{GROUP}/{save_id}")
+        return f"{folder}/{_ARCHIVE}", f"{folder}/{_SCRATCH}"
 
     def end_part(self) -> ArchivePart | None:
         return self._part.end() if isinstance(self._part, LocalPart) else None
