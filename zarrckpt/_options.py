@@ -32,7 +32,8 @@ class SaveOptions:
     """The layout and the transfer of a save's bytes.
 
     For :func:`save`, :func:`async_save`, :func:`plan_report`, :func:`import_checkpoint` and :class:`ZarrStorageWriter`.
-    All ranks pass equal options. An instance is immutable and can be pickled, so that one serves a whole run.
+    All ranks pass equal options. An instance is immutable, so that one serves a whole run. It can be pickled if
+    ``on_event`` can.
     ``dataclasses.replace`` returns a changed copy.
 
     Args:

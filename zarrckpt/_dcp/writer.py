@@ -152,8 +152,10 @@ class ZarrStorageWriter(StorageWriter):
                 "DCP's plan cache confused this plan with a plan of another thread: save again, or use a different "
                 "planner class in each thread"
             )
-        for item in plan.items:
-            check_item(item)
+        assert self._save is not None
+        with self._save.events.sending_failure():
+            for item in plan.items:
+                check_item(item)
         self._items = plan.items
         notes = plan.storage_data if isinstance(plan.storage_data, PlannerData) else None
         return dataclasses.replace(plan, storage_data=RankItems(global_rank(), plan.items, notes))
@@ -167,16 +169,17 @@ class ZarrStorageWriter(StorageWriter):
         have different contents under one name.
         """
         assert self._save is not None
-        plans = restore_omitted_plans(plans)
-        gathered, digests = describe_states(plans)
-        only, differing = differing_parts(digests)
-        state = gather_state(gathered, only)
-        warn_of_differing({**state.differing, **differing})
-        planned = plan_save(state, self._save.plan_options())
-        self._layout, self._hollow = planned.layout, state.hollow
-        members = tuple(gathered.members)
-        self._alone = len(members) == 1
-        name = self._save.begin(planned.layout)
+        with self._save.events.sending_failure():
+            plans = restore_omitted_plans(plans)
+            gathered, digests = describe_states(plans)
+            only, differing = differing_parts(digests)
+            state = gather_state(gathered, only)
+            warn_of_differing({**state.differing, **differing})
+            planned = plan_save(state, self._save.plan_options())
+            self._layout, self._hollow = planned.layout, state.hollow
+            members = tuple(gathered.members)
+            self._alone = len(members) == 1
+            name = self._save.begin(planned.layout)
         channel = ChannelName.new(members) if planned.moves_pieces else None
         tasks = [_SaveTask(planned.rank_plan(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
