@@ -33,8 +33,7 @@ class SaveOptions:
 
     For :func:`save`, :func:`async_save`, :func:`plan_report`, :func:`import_checkpoint` and :class:`ZarrStorageWriter`.
     All ranks pass equal options. An instance is immutable, so that one serves a whole run. It can be pickled if
-    ``on_event`` can.
-    ``dataclasses.replace`` returns a changed copy.
+    ``on_event`` can. ``dataclasses.replace`` returns a changed copy.
 
     Args:
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
