@@ -1,7 +1,7 @@
 """Tensors one by one, as an inference engine takes them: each is copied to memory that exists, and then dropped.
 
 On local files, and on S3 over TLS. ``zarrckpt.load`` fills the same memory in place, or new tensors. Only zarrckpt
-checks the bytes. Run:ai's streamer is measured if it is installed (``pip install runai-model-streamer[s3]``).
+checks the bytes.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from zarrckpt._errors import UnsafeValueError as UnsafeValueError
 from zarrckpt._errors import UnsupportedFormatError as UnsupportedFormatError
 from zarrckpt._errors import UnsupportedLayoutError as UnsupportedLayoutError
 from zarrckpt._errors import UnsupportedValueError as UnsupportedValueError
+from zarrckpt._events import Event as Event
 from zarrckpt._inspect.comparison import diff as diff
 from zarrckpt._inspect.page import report as report
 from zarrckpt._ops.copy import copy as copy

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
+from zarrckpt._events import OnEvent
 from zarrckpt._format.compression import CompressionOption, parse_option
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
@@ -31,8 +32,8 @@ class SaveOptions:
     """The layout and the transfer of a save's bytes.
 
     For :func:`save`, :func:`async_save`, :func:`plan_report`, :func:`import_checkpoint` and :class:`ZarrStorageWriter`.
-    All ranks pass equal options. An instance is immutable and can be pickled, so that one serves a whole run.
-    ``dataclasses.replace`` returns a changed copy.
+    All ranks pass equal options. An instance is immutable, so that one serves a whole run. It can be pickled if
+    ``on_event`` can. ``dataclasses.replace`` returns a changed copy.
 
     Args:
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
@@ -63,6 +64,9 @@ class SaveOptions:
         timeout: maximum time in seconds without an arrival or progress of a rank (default 1800). Then all other ranks
             raise an error that names the rank. After 30 s, a warning (logger ``zarrckpt``) names what is waited for.
             Requests to the store have separate limits. DCP's calls use the timeout of their process group instead.
+        on_event: called with each :class:`Event` of the saves (``docs/how-to/monitor.md``), in the thread in which it
+            happens, so it must return quickly. Its errors are logged and not raised. :class:`CheckpointManager` also
+            calls it for deletions, and for restores whose options have no ``on_event``. Ranks may pass different ones.
 
     Raises TypeError and ValueError that name the wrong option.
     """
@@ -78,6 +82,7 @@ class SaveOptions:
     reuse: ReuseMode = "auto"
     reuse_full_every: int | None = None
     timeout: float = TIMEOUT
+    on_event: OnEvent | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         parse_option(self.compression)
@@ -119,7 +124,7 @@ class LoadOptions:
             (``docs/how-to/speed.md``).
         max_inflight_bytes: maximum memory in bytes of a rank for chunks in transfer, beyond the targets (default
             512 MiB).
-        timeout: as in :class:`SaveOptions`.
+        timeout, on_event: as in :class:`SaveOptions`.
         check_after: the comparison of the state with the data that was read, after all ``load_state_dict`` calls
             (``load`` and ``restore`` only). ``"sample"`` (default) compares names, shapes, dtypes, values, whole
             tensors up to 64 KiB, and 512 elements of larger ones, in about 0.05 ms per tensor. ``"full"`` compares all
@@ -133,6 +138,7 @@ class LoadOptions:
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     timeout: float = TIMEOUT
     check_after: CheckAfter = "sample"
+    on_event: OnEvent | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.share_reads is not None:
@@ -156,6 +162,8 @@ def _check_transfer(options: SaveOptions | LoadOptions) -> None:
     check_limits(max_inflight_bytes=options.max_inflight_bytes)
     if options.concurrency is not None:
         check_limits(concurrency=options.concurrency)
+    if options.on_event is not None and not callable(options.on_event):
+        raise TypeError(f"on_event must be a callable, got a {type(options.on_event).__name__}")
     timeout = options.timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")

@@ -14,7 +14,8 @@ class SaveReport:
 
     ``nbytes`` is the number of bytes of all chunk objects, and ``objects`` the number of these objects. ``rank_bytes``
     has the bytes that each rank wrote, by rank in the process group. ``seconds`` is the coordinator's time from the
-    first access to its state to the end of the clean-up.
+    first access to its state to the end of the clean-up. ``root_sha256`` is the SHA-256 of the root document
+    (``zarr.json``) in hexadecimal, for trackers that refer to the checkpoint.
 
     Of ``nbytes``, the store copied ``copied_bytes`` from the checkpoint at ``base``, ``linked_bytes`` are hard links to
     its files, and the ranks sent ``sent_bytes``. ``base`` is "" if no chunk was reused.
@@ -29,6 +30,7 @@ class SaveReport:
     base: str = ""
     copied_bytes: int = 0
     linked_bytes: int = 0
+    root_sha256: str = ""
 
     @property
     def sent_bytes(self) -> int:

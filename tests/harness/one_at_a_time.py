@@ -238,7 +238,7 @@ class Save:
         shelf, held = Shelf({}), LocalState.from_user_state(state(self.number))
         request = SaveRequest.from_arguments(shelf.store, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         plan = plan_alone(held, request.options.plan, (0,))
-        save = RankSave(request)
+        save = RankSave(request, request.begin_events(0))
         name = save.begin(plan.layout)
         before = shelf.content
         self.layout, self.results = plan.layout, save.write(name, plan.rank_plan(0), held, None, lambda: None)
@@ -246,9 +246,8 @@ class Save:
 
     def __call__(self, store: Store) -> str:
         running.number = self.number
-        save = RankSave(
-            SaveRequest.from_arguments(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
-        )
+        request = SaveRequest.from_arguments(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
+        save = RankSave(request, request.begin_events(0))
         try:
             name = save.begin(self.layout)
             with attempts.report_lost_commit(store, name):

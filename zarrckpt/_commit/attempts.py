@@ -8,6 +8,7 @@ conditionally. ``docs/explanation/commit.md`` has the reasons and a table of cra
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,14 +144,15 @@ def _put_claim(store: Store, save_id: str) -> bool:
     return True
 
 
-def commit(store: Store, attempt: Attempt, root: Root) -> None:
-    """Put the root document conditionally, so that the checkpoint exists. The coordinator calls it.
+def commit(store: Store, attempt: Attempt, root: Root) -> str:
+    """Put the root document conditionally, so that the checkpoint exists. Return its SHA-256. The coordinator calls it.
 
     All objects of the checkpoint must be stored and durable already. Raises CheckpointExistsError if another save has
     committed since :func:`begin`. If the root was refused permanently, the attempt's objects are deleted. After any
     other failure they stay, because the root may have been stored, or may still arrive.
     """
     data = root.to_bytes()
+    digest = hashlib.sha256(data).hexdigest()
     try:
         if attempt.committed_document is None:
             store.create(NODE, data)
@@ -160,7 +162,8 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         winner = _read_winner(store)
         # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.
         if winner is not None and _has_committed(attempt, winner):
-            return store.sync([NODE])
+            store.sync([NODE])
+            return digest
         if winner is not None and winner.save_id != attempt.replaced_id:
             abandon(store, attempt, lost=True)
             raise _lost_error(store, attempt, winner) from err
@@ -168,6 +171,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         if is_full(err):
             abandon(store, attempt)
         raise
+    return digest
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch.futures import Future
 from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._dcp.planner import ZarrLoadPlanner
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
+from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._format.root import Root
@@ -92,6 +93,7 @@ class ZarrStorageReader(StorageReader):
         self._allow_cast = allow_cast
         self._progress = progress
         self._catalog: Catalog | None = None
+        self._events: EventSender | None = None
         self.load_id = uuid.uuid4().hex
         """The id of the current load, in the metadata that DCP's planners and loggers get."""
         self.bytes_read = 0
@@ -108,7 +110,7 @@ class ZarrStorageReader(StorageReader):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_catalog": None}
+        return {**self.__dict__, "_catalog": None, "_events": None}
 
     # -- all ranks
 
@@ -126,8 +128,12 @@ class ZarrStorageReader(StorageReader):
         because DCP would replace an error here by an AssertionError. The method has no parameters, because DCP would
         retry without collectives if there were one named ``kwargs``.
         """
+        self._events = EventSender(self._options.on_event, "load", self.checkpoint_id, global_rank())
+        self._events.send("begun")
         try:
-            self._catalog = Catalog(self._spec)
+            with self._events.sending_failure():
+                self._spec.open().on_repeat = self._events.send_repeat
+                self._catalog = Catalog(self._spec)
         except CheckpointError as err:
             return _NoMetadata(err)
         root = self._catalog.root
@@ -188,21 +194,29 @@ class ZarrStorageReader(StorageReader):
         Raises KeyMismatchError, CorruptCheckpointError (with the array and the object), CheckpointReplacedError,
         UnsafeValueError. If the read finds damage, the targets are undefined.
         """
-        if self._catalog is None:
+        if self._catalog is None or self._events is None:
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
+        with self._events.sending_failure():
+            self._read_data(self._catalog, plan, planner)
+        self._events.send("loaded", nbytes=self.bytes_read)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, catalog: Catalog, plan: LoadPlan, planner: LoadPlanner) -> None:
         # A planner that creates new plans drops the task. Then this rank reads everything itself.
         task = plan.storage_data if isinstance(plan.storage_data, _LoadTask) else _LoadTask({}, None)
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
             # Connect first, because other ranks wait for it. A rank that fails inside closes its connections.
             with suppress(LostPeerError), connect_channel(task.channel) as channel:
-                begun = self._begin_reads(self._catalog, plan.items, planner)
+                begun = self._begin_reads(catalog, plan.items, planner)
                 if channel is not None:
-                    with self._catalog.explaining_damage():
+                    with catalog.explaining_damage():
                         begun[0].share(task.shares, channel)
             # This rank reads the data that it did not get from others.
-            reads, values = begun = begun or self._begin_reads(self._catalog, plan.items, planner)
-            with self._catalog.explaining_damage():
+            reads, values = begun = begun or self._begin_reads(catalog, plan.items, planner)
+            with catalog.explaining_damage():
                 reads.read()
         finally:
             self.bytes_read = 0 if begun is None else begun[0].bytes_read
@@ -210,9 +224,6 @@ class ZarrStorageReader(StorageReader):
             _deliver(planner, item, value)
         if isinstance(planner, ZarrLoadPlanner):
             planner.finish_load()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _begin_reads(
         self, catalog: Catalog, items: Sequence[ReadItem], planner: LoadPlanner

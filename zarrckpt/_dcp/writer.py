@@ -136,7 +136,7 @@ class ZarrStorageWriter(StorageWriter):
                 "use_collectives=False is not supported, because one rank commits after all ranks have written: "
                 "leave it out"
             )
-        self._save = RankSave(self._request)
+        self._save = RankSave(self._request, self._request.begin_events(global_rank()))
         self._layout = None
         self._items = ()
         # Without cached plans, ranks send whole plans with our data in them, and this save is planned anew.
@@ -152,8 +152,10 @@ class ZarrStorageWriter(StorageWriter):
                 "DCP's plan cache confused this plan with a plan of another thread: save again, or use a different "
                 "planner class in each thread"
             )
-        for item in plan.items:
-            check_item(item)
+        assert self._save is not None
+        with self._save.events.sending_failure():
+            for item in plan.items:
+                check_item(item)
         self._items = plan.items
         notes = plan.storage_data if isinstance(plan.storage_data, PlannerData) else None
         return dataclasses.replace(plan, storage_data=RankItems(global_rank(), plan.items, notes))
@@ -167,16 +169,17 @@ class ZarrStorageWriter(StorageWriter):
         have different contents under one name.
         """
         assert self._save is not None
-        plans = restore_omitted_plans(plans)
-        gathered, digests = describe_states(plans)
-        only, differing = differing_parts(digests)
-        state = gather_state(gathered, only)
-        warn_of_differing({**state.differing, **differing})
-        planned = plan_save(state, self._save.plan_options())
-        self._layout, self._hollow = planned.layout, state.hollow
-        members = tuple(gathered.members)
-        self._alone = len(members) == 1
-        name = self._save.begin(planned.layout)
+        with self._save.events.sending_failure():
+            plans = restore_omitted_plans(plans)
+            gathered, digests = describe_states(plans)
+            only, differing = differing_parts(digests)
+            state = gather_state(gathered, only)
+            warn_of_differing({**state.differing, **differing})
+            planned = plan_save(state, self._save.plan_options())
+            self._layout, self._hollow = planned.layout, state.hollow
+            members = tuple(gathered.members)
+            self._alone = len(members) == 1
+            name = self._save.begin(planned.layout)
         channel = ChannelName.new(members) if planned.moves_pieces else None
         tasks = [_SaveTask(planned.rank_plan(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
@@ -195,7 +198,7 @@ class ZarrStorageWriter(StorageWriter):
         source = PlannerSource(planner, [*plan.items, *self._items], returns_state_tensors(planner))
         future: Future[list[WriteResult]] = Future()
         try:
-            with connect_channel(task.channel) as channel:
+            with save.events.sending_failure(), connect_channel(task.channel) as channel:
                 results = save.write(task.attempt, task.rank_plan, source, channel, lambda: None)
         except LostPeerError as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])
@@ -218,15 +221,17 @@ class ZarrStorageWriter(StorageWriter):
         Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.
         """
         assert self._save is not None and self._layout is not None
+        save = self._save
         try:
-            _refuse_lost(results)
-            written = [_rank_results(rank) for rank in results]
-            _check_metadata(metadata, self._layout, self._hollow)
-            report = self._save.finish(self._layout, written)
-            metadata.storage_data = self._save.commit(report)
+            with save.events.sending_failure():
+                _refuse_lost(results)
+                written = [_rank_results(rank) for rank in results]
+                _check_metadata(metadata, self._layout, self._hollow)
+                metadata.storage_data = report = save.commit(save.finish(self._layout, written))
         except BaseException:
-            self._save.abandon()
+            save.abandon()
             raise
+        save.send_committed(report)
 
 
 def _rank_results(results: Sequence[WriteResult]) -> RankResults:

@@ -10,7 +10,8 @@ from typing import Any
 
 from zarrckpt._commit.discovery import load_root_document
 from zarrckpt._commit.stored_documents import parse_root_document
-from zarrckpt._errors import LoadMismatchError, warn
+from zarrckpt._errors import LoadMismatchError, log, warn
+from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
@@ -26,10 +27,10 @@ from zarrckpt._plan.all_descriptions import AllDescriptions, DescriptionRequest
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.global_state import gather_boxes
 from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
-from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._reports import LoadReport
+from zarrckpt._reports import LoadReport, size_text
 from zarrckpt._state.local_state import format_lines
 from zarrckpt._state.objects import convert_for_check, optimizers_and_modules
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
@@ -51,6 +52,8 @@ class LoadRequest:
     rename: Rename | None
     unreferenced: frozenset[str]
     """The keys of the state whose dicts only the call references, so that values loaded into them are lost."""
+    step: int | None = None
+    """The step in a run that is loaded."""
 
     @classmethod
     def from_arguments(
@@ -83,7 +86,13 @@ class LoadRequest:
 def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
-    with open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
+    events = EventSender(request.options.on_event, "load", request.spec.url, global_rank(), request.step)
+    events.send("begun")
+    request.spec.open().on_repeat = events.send_repeat
+    with (
+        events.sending_failure(),
+        open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds,
+    ):
         root = _read_root(request, rounds)
         load = _RankLoad(state, request, root, rounds)
         description_request, accepted = rounds.merge(
@@ -98,7 +107,7 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
             call_on_all(rounds, "the comparison with what they read", load.check)
         load.warn_of_lost_values()
     state_match = load.object_match.state_match
-    return LoadReport(
+    report = LoadReport(
         url=request.spec.url,
         save_id=load.catalog.root.save_id,
         loaded=tuple(state_match.loaded),
@@ -108,6 +117,10 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
         seconds=time.monotonic() - began,
         changed=load.changed,
     )
+    if rounds.rank == 0:
+        log.info("loaded %s: %s in %.2f s", report.url, size_text(report.nbytes), report.seconds)
+    events.send("loaded", nbytes=report.nbytes, report=report)
+    return report
 
 
 def _read_root(request: LoadRequest, rounds: Rounds) -> Root:

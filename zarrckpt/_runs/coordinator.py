@@ -23,6 +23,7 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     warn,
 )
+from zarrckpt._events import OnEvent
 from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.wire import record
@@ -59,12 +60,17 @@ class RunCoordinator:
     Used by one thread at a time. Deletions run in another thread.
     """
 
-    def __init__(self, spec: StoreSpec, keep: Keep | None, init_from: StoreSpec) -> None:
-        """``init_from`` is the checkpoint from which the run begins. Its url is "" if the user gave none."""
+    def __init__(
+        self, spec: StoreSpec, keep: Keep | None, init_from: StoreSpec, on_event: OnEvent | None, rank: int
+    ) -> None:
+        """``init_from`` is the checkpoint from which the run begins. Its url is "" if the user gave none.
+
+        ``rank`` is the one in the events of deletions.
+        """
         self.spec = spec
         self._init_from = init_from
         self.ownership = Ownership(spec.open(), keep)
-        self.retention = Retention(spec, keep, self.ownership, self._unpin_origin)
+        self.retention = Retention(spec, keep, self.ownership, self._unpin_origin, on_event, rank)
         self.newest_step = -1
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
         self.newest_name = ""

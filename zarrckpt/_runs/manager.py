@@ -30,7 +30,7 @@ from zarrckpt._jobs import check_limits
 from zarrckpt._load.steps import LoadRequest, load_on_ranks
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
 from zarrckpt._ranks.calls import call_on_coordinator
-from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
@@ -93,7 +93,7 @@ class CheckpointManager:
         process_group: the ranks that save together (default: all).
         no_dist: save from this process only, as in :func:`save`.
         storage_options: as in :func:`save`.
-        options: the layout and the transfer of bytes in all saves, see :class:`SaveOptions`.
+        options: the layout and the transfer of bytes in all saves, and ``on_event``, see :class:`SaveOptions`.
 
     A ``with`` block closes the manager at its end. The constructor makes no request. Raises TypeError and ValueError
     for invalid arguments, and StorageError if several ranks pass ``format="zip"`` for an object store.
@@ -131,7 +131,8 @@ class CheckpointManager:
         self._spec = StoreSpec(url, storage_options, self._options.durable, self._options.concurrency)
         self._init_from, self._init_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist=no_dist)
-        self._coordinator = RunCoordinator(self._spec, keep, self._init_from)
+        on_event = self._options.on_event
+        self._coordinator = RunCoordinator(self._spec, keep, self._init_from, on_event, global_rank())
         self._saver = StepSaver(
             self._spec, self._options, self._ranks, self._coordinator, format=format, background=background
         )
@@ -247,6 +248,9 @@ class CheckpointManager:
         step = None if step is None else operator.index(step)
         self.wait()
         self._last_report = None
+        options = checked_options(options, LoadOptions)
+        if options.on_event is None:
+            options = dataclasses.replace(options, on_event=self._options.on_event)
         # Without a url, because the coordinator chooses the checkpoint.
         request = LoadRequest.from_arguments(
             None,
@@ -274,7 +278,8 @@ class CheckpointManager:
                 return self._restore_init_from(state, request, chosen), chosen
             spec = self._spec.child(chosen.name)
             try:
-                self._last_report = load_on_ranks(state, dataclasses.replace(request, spec=spec), self._ranks)
+                request = dataclasses.replace(request, spec=spec, step=chosen.step)
+                self._last_report = load_on_ranks(state, request, self._ranks)
                 return chosen.step, chosen
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if chosen.step is None or (step is not None and not chosen.has_alternative):

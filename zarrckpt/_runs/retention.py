@@ -24,6 +24,7 @@ from zarrckpt._errors import (
     StorageError,
     log,
 )
+from zarrckpt._events import EventSender, OnEvent
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.metadata import run_of
 from zarrckpt._jobs import run_jobs
@@ -49,13 +50,21 @@ class Retention:
     """
 
     def __init__(
-        self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, unpin_origin: Callable[[], None]
+        self,
+        spec: StoreSpec,
+        keep: Keep | None,
+        ownership: Ownership,
+        unpin_origin: Callable[[], None],
+        on_event: OnEvent | None,
+        rank: int,
     ) -> None:
         """``unpin_origin`` is called in the thread of deletions after each commit of the run."""
         self._spec = spec
         self._keep = keep
         self._ownership = ownership
         self._unpin_origin = unpin_origin
+        self._on_event = on_event
+        self._rank = rank
         self._known = KnownCheckpoints(keep)
         self._changed = threading.Condition()
         """The lock of all attributes, and the signal that one of them has changed."""
@@ -187,8 +196,11 @@ class Retention:
         """Delete a checkpoint or the leftovers of a save, unless it is pinned. Return False if the deletion failed."""
         # Errors of this check do not depend on the checkpoint, so they are raised.
         self._ownership.check()
+        url, step = self._spec.child(name).url, step_of(name)
+        events = EventSender(self._on_event, "delete", url, self._rank, step)
         try:
-            result = self._delete(name)
+            with events.sending_failure():
+                result = self._delete(name, events)
         except CheckpointError as err:
             result = Deletion.FAILED
             if not self._ended:
@@ -226,12 +238,13 @@ class Retention:
             elif below is not None and below.root is None and below.damage is None:
                 known.note_begin(name, step)
 
-    def _delete(self, name: str) -> Deletion:
+    def _delete(self, name: str, events: EventSender) -> Deletion:
         """Delete a checkpoint or the leftovers of a save, unless it is pinned.
 
         A checkpoint that does not belong to this run is not deleted, only forgotten.
         """
         store = self._spec.child(name).open()
+        store.on_repeat = events.send_repeat
         with self.lock_known() as known:
             was_pinned, has_begun = known.was_pinned(name), known.has_begun(name)
         if was_pinned and list_pins(store):  # checked first, because it needs fewer requests than all contents
@@ -252,6 +265,7 @@ class Retention:
             except CheckpointPinnedError:
                 return Deletion.PINNED  # It was pinned after the check.
             log.info("deleted %s, because no rule keeps it: %d objects", store.url, objects)
+            events.send("deleted")
         elif not found.begun:
             # All objects were deleted already. On a local disk, the folder may be left.
             store.remove_folder()

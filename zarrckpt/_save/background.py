@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, log, printable
+from zarrckpt._events import EventSender
 from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.calls import call_on_coordinator
-from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
@@ -146,12 +147,13 @@ class _BackgroundSaver:
             self.finish()
             url = request.spec.url
             future = SaveFuture(url)
+            events = request.begin_events(global_rank())
             call = open_rounds(ranks, f"the background save to {url}", request.options.timeout, queue="background")
-            with contextlib.ExitStack() as stack:
+            with events.sending_failure(), contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
                 check = request.refuse_committed if rounds.rank == 0 else lambda: None
                 with in_thread(check) as wait_for_check:
-                    copies = [self._copy_of(state, keep=keep_buffers, in_background=copy_in_background)]
+                    copies = [self._copy_of(state, events, keep=keep_buffers, in_background=copy_in_background)]
                 call_on_coordinator(rounds, "their copies of the state", wait_for_check)
                 # The background save uses the same connections, because the process group may be destroyed meanwhile.
                 connected = stack.pop_all()
@@ -165,8 +167,8 @@ class _BackgroundSaver:
                 return LocalState.from_plain_state(copied)
 
             def save() -> SaveReport:
-                with connected:
-                    return save_in_rounds(rounds, read_state, RankSave(request, background=True))
+                with events.sending_failure(), connected:
+                    return save_in_rounds(rounds, read_state, RankSave(request, events, background=True))
 
             if not copy_in_background:
                 future.set_copied()
@@ -174,11 +176,13 @@ class _BackgroundSaver:
             try:
                 self._executor.submit(future.run, save)
             except RuntimeError:  # The interpreter is shutting down.
-                with connected:
+                with events.sending_failure(), connected:
                     raise
             return future
 
-    def _copy_of(self, state: Mapping[str, Any], *, keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
+    def _copy_of(
+        self, state: Mapping[str, Any], events: EventSender, *, keep: bool, in_background: bool
+    ) -> Callable[[], dict[Any, Any]]:
         """Return a callable that returns the copy of a state, or raises the error of the copy.
 
         It is called in the background save, which raises the error on all ranks.
@@ -186,9 +190,16 @@ class _BackgroundSaver:
         try:
             # Take state dicts in this thread, because they may need collectives.
             plain = objects.convert_for_save(state).state
+            streams = current_streams() if in_background else ()
+
+            def stage() -> dict[Any, Any]:
+                copied = self._stager.stage(plain, keep=keep, streams=streams)
+                events.send("staged", nbytes=self._stager.copied_bytes)
+                return copied
+
             if in_background:
-                return partial(self._stager.stage, plain, keep=keep, streams=current_streams())
-            copied = self._stager.stage(plain, keep=keep)
+                return stage
+            copied = stage()
             return lambda: copied
         except Exception as err:
             failure = err

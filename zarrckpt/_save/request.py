@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from zarrckpt._commit import attempts
 from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._events import EventSender
 from zarrckpt._format.metadata import checked_metadata
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions, checked_options
@@ -17,6 +18,10 @@ from zarrckpt._store import StoreSpec, Url
 
 class Run(Protocol):
     """The run that a save belongs to. Only the coordinator calls it. Each method raises if the run may not save."""
+
+    @property
+    def step(self) -> int:
+        """The step that is saved. All ranks may read it."""
 
     def wait_for_deletions(self) -> None:
         """Wait until the run may store one more checkpoint. Called before the attempt begins."""
@@ -58,6 +63,13 @@ class SaveRequest:
     run: Run | None = None
     base: StoreSpec | None = None
     """The checkpoint whose chunks the caller wants to reuse."""
+
+    def begin_events(self, rank: int) -> EventSender:
+        """Report that the save has begun on this rank, and return the sender of its other events."""
+        step = None if self.run is None else self.run.step
+        events = EventSender(self.options.on_event, "save", self.spec.url, rank, step)
+        events.send("begun")
+        return events
 
     @property
     def digested(self) -> bool:

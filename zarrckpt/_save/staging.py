@@ -44,6 +44,8 @@ class Stager:
     def __init__(self) -> None:
         self.buffers: dict[str, _Buffer] = {}
         """The buffers of the last copy, by flat name."""
+        self.copied_bytes = 0
+        """The number of bytes in the last copy."""
 
     def stage(
         self, state: Mapping[Any, Any], *, keep: bool = True, streams: Sequence[torch.Stream] = ()
@@ -69,7 +71,7 @@ class Stager:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
             staged: dict[Any, Any] = copies.of(state, "")
-            copies.fill()
+            self.copied_bytes = copies.fill()
         if keep:
             self.buffers = copies.buffers
         return staged
@@ -151,13 +153,15 @@ class _Copies:
         sources.append(tensor)
         return kept[1]
 
-    def fill(self) -> None:
-        """Fill the buffers, and wait until they are filled."""
+    def fill(self) -> int:
+        """Fill the buffers, wait until they are filled, and return their number of bytes."""
+        nbytes = sum(target.nbytes for targets, _ in self._copies.values() for target in targets)
         on_cpu = self._copies.pop(torch.device("cpu"), ([], []))
         for targets, sources in self._copies.values():
             _copy(targets, sources)
         _copy_in_threads(*on_cpu)
         wait_for_streams(self._copies)
+        return nbytes
 
 
 def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:

@@ -12,7 +12,8 @@ from zarrckpt._commit import attempts
 from zarrckpt._commit.marker import new_id
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
 from zarrckpt._commit.stored_documents import read_root
-from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
+from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, log, warn
+from zarrckpt._events import EventSender
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
@@ -22,10 +23,10 @@ from zarrckpt._plan.archive_places import ArchivePlan, plan_archive
 from zarrckpt._plan.plan import Layout, PlanOptions
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.calls import call_on_coordinator
-from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, open_rounds
-from zarrckpt._reports import SaveReport
+from zarrckpt._reports import SaveReport, size_text
 from zarrckpt._save.agree import SentAttempt, agree
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
@@ -40,8 +41,12 @@ record(SaveReport)
 
 def save_on_ranks(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
     """Save the states that ``read_state`` returns on the ranks, and commit. An error on one rank is raised on all."""
-    with open_rounds(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
-        return save_in_rounds(rounds, read_state, RankSave(request))
+    events = request.begin_events(global_rank())
+    with (
+        events.sending_failure(),
+        open_rounds(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds,
+    ):
+        return save_in_rounds(rounds, read_state, RankSave(request, events))
 
 
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
@@ -58,7 +63,9 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
             on_coordinator=partial(save.finish, plan.layout),
             stop=save.stop,
         )
-        return _commit_together(rounds, save, attempt, report)
+        report = _commit_together(rounds, save, attempt, report)
+        save.send_committed(report)
+        return report
     except BaseException:
         save.abandon()
         raise
@@ -80,9 +87,11 @@ def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, repor
 class RankSave:
     """The steps of one save on one rank. The coordinator begins, finishes and commits the attempt."""
 
-    def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
+    def __init__(self, request: SaveRequest, events: EventSender, *, background: bool = False) -> None:
         self.request = request
+        self.events = events
         self._store = request.spec.open()
+        self._store.on_repeat = events.send_repeat
         # Leaves processors to training, unless the caller chose a concurrency.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
@@ -133,6 +142,7 @@ class RankSave:
                 self._writer.remove()
                 self._store.remove_folder()
                 raise
+        self.events.send("written", nbytes=sum(result.nbytes for result in results.entries.values()))
         return results
 
     def _refuse_separate_storage(self, attempt: SentAttempt, report_alive: Callable[[], None]) -> None:
@@ -149,6 +159,10 @@ class RankSave:
         for chunk in plan.all_chunks():
             own.setdefault(chunk.fqn, []).append(chunk.chunk_index)
         return dict(found for fqn, chunks in own.items() for found in archive.places(plan.arrays[fqn], chunks))
+
+    def send_committed(self, report: SaveReport) -> None:
+        """Report the commit."""
+        self.events.send("committed", nbytes=report.nbytes, report=report, metadata=self.request.metadata)
 
     def stop(self) -> None:
         """Make :meth:`write` end soon, with an error. Called in a different thread."""
@@ -221,13 +235,15 @@ class RankSave:
             self.request.run.check()
         # From here on abandon() deletes nothing: the root may be in the store even if its put raises an error.
         attempt, self._attempt = self._attempt, None
-        attempts.commit(self._store, attempt, self._root)
+        root_sha256 = attempts.commit(self._store, attempt, self._root)
         attempts.clean_up(self._store, attempt)
         if self.request.run is not None:
             self.request.run.record_commit()
         if not self._root.entries:
             warn(f"the checkpoint saved to {self._store.url} has no entries, because the state was empty")
-        return dataclasses.replace(report, seconds=time.monotonic() - self._started)
+        seconds = time.monotonic() - self._started
+        log.info("saved %s: %s in %.2f s", self._store.url, size_text(report.nbytes), seconds)
+        return dataclasses.replace(report, root_sha256=root_sha256, seconds=seconds)
 
     def abandon(self) -> None:
         """Delete the objects of all ranks of a failed save, unless the root document may have been put.

@@ -132,6 +132,9 @@ class Store(abc.ABC):
     max_concurrency: int = 16
     """Maximum number of concurrent transfers (puts and reads)."""
 
+    on_repeat: Callable[[str, Exception, bool], None] | None = None
+    """Called before a request is sent again: with the operation, the error, and whether the server is overloaded."""
+
     beside_training = False
     """Whether training runs in another thread. If so, :data:`BESIDE_TRAINING` threads process bytes."""
 

@@ -1,0 +1,124 @@
+"""``Event``: the progress and the failures of saves, loads and deletions, for logs, metrics and trackers. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from zarrckpt._errors import log
+from zarrckpt._reports import LoadReport, SaveReport
+
+EventKind = Literal["begun", "staged", "written", "committed", "loaded", "deleted", "retried", "throttled", "failed"]
+
+Operation = Literal["save", "load", "delete"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A part of a save, a load or a deletion that has ended on this rank, for ``on_event`` of the options.
+
+    ``kind`` is one of:
+
+    - ``"begun"``: a save or a load has begun.
+    - ``"staged"``: a background save has copied the state, ``nbytes`` bytes. If it was copied during the call,
+      ``seconds`` is the time for which training waited.
+    - ``"written"``: this rank has written its part of a save, ``nbytes`` bytes.
+    - ``"committed"``: the checkpoint is committed, with ``report`` and ``metadata``. ``nbytes`` is that of all ranks.
+    - ``"loaded"``: a load has ended, with ``report``. This rank has read ``nbytes`` bytes.
+    - ``"deleted"``: an expired checkpoint of a run was deleted.
+    - ``"retried"``: a request is sent again after ``error``.
+    - ``"throttled"``: a request is sent again, because the store asked for fewer requests.
+    - ``"failed"``: the operation has failed with ``error``, which its caller gets too.
+
+    Args:
+        kind: see above.
+        operation: ``"save"``, ``"load"`` or ``"delete"``.
+        url: the url of the checkpoint, without credentials.
+        rank: this process's rank in the default process group, or 0 without a group.
+        step: the step in a run, or None for other checkpoints.
+        nbytes: a number of bytes, see above, or None.
+        seconds: the time since the operation began on this rank.
+        error: the error of ``"retried"``, ``"throttled"`` and ``"failed"``. Its text contains no credentials.
+        report: the report of ``"committed"`` and ``"loaded"``, as the call returns it.
+        metadata: the checkpoint's metadata as the caller passed it, with ``"committed"``: the step, metrics and others.
+    """
+
+    kind: EventKind
+    operation: Operation
+    url: str
+    rank: int
+    step: int | None = None
+    nbytes: int | None = None
+    seconds: float = 0.0
+    error: BaseException | None = None
+    report: SaveReport | LoadReport | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+OnEvent: TypeAlias = Callable[[Event], object]
+
+
+class EventSender:
+    """Sends the events of one operation on one rank to the caller's ``on_event``.
+
+    An error of ``on_event`` is logged, once per operation, and never raised.
+    """
+
+    def __init__(
+        self, on_event: OnEvent | None, operation: Operation, url: str, rank: int, step: int | None = None
+    ) -> None:
+        self._on_event = on_event
+        self._operation: Operation = operation
+        self._url = url
+        self._rank = rank
+        self._step = step
+        self._began = time.monotonic()
+
+    def send(
+        self,
+        kind: EventKind,
+        *,
+        nbytes: int | None = None,
+        error: BaseException | None = None,
+        report: SaveReport | LoadReport | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Call ``on_event``, in this thread."""
+        if self._on_event is None:
+            return
+        event = Event(
+            kind=kind,
+            operation=self._operation,
+            url=self._url,
+            rank=self._rank,
+            step=self._step,
+            nbytes=nbytes,
+            seconds=time.monotonic() - self._began,
+            error=error,
+            report=report,
+            metadata=metadata,
+        )
+        try:
+            self._on_event(event)
+        except Exception as err:
+            # Only once, because each request may send an event.
+            self._on_event = None
+            text = f"{type(err).__name__}: {err}"
+            log.warning("on_event failed at %r and is not called again for %s: %s", kind, self._url, text)
+
+    def send_repeat(self, what: str, error: Exception, throttled: bool) -> None:
+        """Report that a request is sent again. A store calls it."""
+        log.debug("%s in %s is repeated: %s", what, self._url, error)
+        self.send("throttled" if throttled else "retried", error=error)
+
+    @contextmanager
+    def sending_failure(self) -> Iterator[None]:
+        """Report an error of the block, and raise it."""
+        try:
+            yield
+        except BaseException as err:
+            self.send("failed", error=err)
+            raise
