@@ -150,6 +150,14 @@ class Store(abc.ABC):
         """A semaphore that bounds how many whole objects are encoded at once, so that the first uploads start early."""
         return _FEW_ENCODERS if self.beside_training else _ENCODERS
 
+    on_repeat: Callable[[str, Exception, bool], None] | None = None
+    """Called before a request is repeated after a transient failure, in the thread that makes the request.
+
+    The arguments are the operation, the failure as a StorageError, and whether the server asked for fewer requests. The
+    function must not raise. Repeats within a client are not reported: with obstore those of listings, of the parts of
+    an upload and of copies without replacement, with fsspec all.
+    """
+
     client_errors: type[Exception] = Exception
     """The client's exceptions, which :meth:`call` translates to this package's errors."""
     secrets: Sequence[str] = ()
@@ -162,6 +170,11 @@ class Store(abc.ABC):
     def failure(self, what: str, error: BaseException) -> StorageError:
         """Translate a client's error: name the operation, the url, the reason and the next step, without secrets."""
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
+
+    def report_repeat(self, what: str, error: BaseException) -> None:
+        """Report a client's error after which the request is repeated."""
+        if self.on_repeat is not None:
+            self.on_repeat(what, self.failure(what, error), _failures.is_throttling(error))
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         """Call the client and translate its errors. If ``key`` is given, an absent file means an absent object."""
