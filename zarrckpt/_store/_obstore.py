@@ -1,8 +1,9 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
 A put is one request. A put of a large object is a multipart upload with several parts at a time. Neither copies the
-buffers. obstore repeats failed requests. Until a server has answered once, its address may be wrong. Until then, all
-requests except puts are repeated for about a second, and their answer may take ten seconds.
+buffers. :class:`Bucket` repeats failed requests and reports that. obstore repeats the requests of listings and uploads.
+Until a server has answered once, its address may be wrong. Until then, all requests except puts are repeated for about
+a second, and their answer may take ten seconds.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ class Bucket:
         try:
             result = request()
         except Exception as error:
-            if _failures.no_answer(error):
+            # Another thread may have received an answer in the meantime.
+            if not self.answered and _failures.no_answer(error):
                 raise
             _answered.add(self.server)
             if _failures.refuses_credentials(error):
