@@ -133,7 +133,12 @@ class Store(abc.ABC):
     """Maximum number of concurrent transfers (puts and reads)."""
 
     on_repeat: Callable[[str, Exception, bool], None] | None = None
-    """Called before a request is sent again: with the operation, the error, and whether the server is overloaded."""
+    """Called before a request is repeated after a transient failure, in the thread that makes the request.
+
+    The arguments are the operation, the failure as a StorageError, and whether the server asked for fewer requests. The
+    function must not raise. Repeats within a client are not reported: with obstore those of listings, of the parts of
+    an upload and of copies without replacement, with fsspec all.
+    """
 
     beside_training = False
     """Whether training runs in another thread. If so, :data:`BESIDE_TRAINING` threads process bytes."""
@@ -149,14 +154,6 @@ class Store(abc.ABC):
     def encoders(self) -> ForkSafeLock:
         """A semaphore that bounds how many whole objects are encoded at once, so that the first uploads start early."""
         return _FEW_ENCODERS if self.beside_training else _ENCODERS
-
-    on_repeat: Callable[[str, Exception, bool], None] | None = None
-    """Called before a request is repeated after a transient failure, in the thread that makes the request.
-
-    The arguments are the operation, the failure as a StorageError, and whether the server asked for fewer requests. The
-    function must not raise. Repeats within a client are not reported: with obstore those of listings, of the parts of
-    an upload and of copies without replacement, with fsspec all.
-    """
 
     client_errors: type[Exception] = Exception
     """The client's exceptions, which :meth:`call` translates to this package's errors."""
