@@ -30,7 +30,8 @@ class Event:
     - ``"loaded"``: a load has ended, with ``report``. This rank has read ``nbytes`` bytes.
     - ``"deleted"``: an expired checkpoint of a run was deleted.
     - ``"retried"``: a request is sent again after ``error``.
-    - ``"throttled"``: a request is sent again, because the store asked for fewer requests.
+    - ``"throttled"``: a request is sent again, because the store asked for fewer requests. Clients repeat listings and
+      the parts of large uploads themselves, without an event; those of fsspec repeat all requests so.
     - ``"failed"``: the operation has failed with ``error``, which its caller gets too.
 
     Args:

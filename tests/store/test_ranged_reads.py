@@ -90,7 +90,7 @@ def test_other_ranges_than_asked_for_are_a_fault_of_the_server(fault: dict[str, 
 
 @pytest.mark.parametrize("fault", ["server_errors", "cut_bodies"])
 def test_failures_are_repeated(fault: str, s3_stub: S3Server) -> None:
-    store = store_of(s3_stub.bucket())
+    store = store_of(s3_stub.bucket(), retry_config={"backoff": {"init_backoff": 0.01, "max_backoff": 0.1}})
     setattr(s3_stub.faults, fault, 4)
     assert part(store)
     assert getattr(s3_stub.faults, fault) == 0

@@ -98,7 +98,7 @@ class TestSloppyServer:
 
 
 def test_a_server_that_is_busy_at_the_first_condition_is_waited_for(s3_stub: S3Server) -> None:
-    store = stub_store(s3_stub)
+    store = stub_store(s3_stub, retry_config={"backoff": {"init_backoff": 0.01, "max_backoff": 0.1}})
     store.put("other", [b"x"])
     s3_stub.faults.server_errors = 6
     store.create("root", b"1")

@@ -133,7 +133,12 @@ class Store(abc.ABC):
     """Maximum number of concurrent transfers (puts and reads)."""
 
     on_repeat: Callable[[str, Exception, bool], None] | None = None
-    """Called before a request is sent again: with the operation, the error, and whether the server is overloaded."""
+    """Called before a request is repeated after a transient failure, in the thread that makes the request.
+
+    The arguments are the operation, the failure as a StorageError, and whether the server asked for fewer requests. The
+    function must not raise. Repeats within a client are not reported: with obstore those of listings, of the parts of
+    an upload and of copies without replacement, with fsspec all.
+    """
 
     beside_training = False
     """Whether training runs in another thread. If so, :data:`BESIDE_TRAINING` threads process bytes."""
@@ -162,6 +167,11 @@ class Store(abc.ABC):
     def failure(self, what: str, error: BaseException) -> StorageError:
         """Translate a client's error: name the operation, the url, the reason and the next step, without secrets."""
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
+
+    def report_repeat(self, what: str, error: BaseException) -> None:
+        """Report a client's error after which the request is repeated."""
+        if self.on_repeat is not None:
+            self.on_repeat(what, self.failure(what, error), _failures.is_throttling(error))
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         """Call the client and translate its errors. If ``key`` is given, an absent file means an absent object."""

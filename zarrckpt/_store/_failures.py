@@ -84,16 +84,23 @@ _FAULTS = [
 _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|connection was not ready|\bParse\(")
 """Matches errors of obstore if no server has answered."""
 
+_TOO_MANY = r"\w*Throttl\w*|SlowDown|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded"
 _PASSING = re.compile(
-    r"(status code: 40[039]\b(?s:.)*?<Code>|\(code: )(RequestTimeout(Exception)?|IncompleteBody|\w*Throttl\w*|SlowDown"
-    r"|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete"
-    r"|OperationAborted|ConditionalRequestConflict)(</Code>|\))"
+    rf"(status code: 40[039]\b(?s:.)*?<Code>|\(code: )({_TOO_MANY}|RequestTimeout(Exception)?|IncompleteBody"
+    r"|PriorRequestNotComplete|OperationAborted|ConditionalRequestConflict)(</Code>|\))"
 )
-"""Matches a server's answer if the request may succeed soon. obstore itself retries on status 429, 500 and above."""
-_LOST = re.compile(
+"""Matches a server's answer if the request may succeed soon."""
+_THROTTLING = re.compile(rf"status code: (429|503)\b|(<Code>|\(code: )({_TOO_MANY})(</Code>|\))")
+"""Matches a server's answer if it asks for fewer requests."""
+_TRANSIENT = re.compile(
+    # The answer did not arrive, or only in part.
     r"kind: (Interrupted|Timeout)\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body"
+    # The request was not sent.
+    r"|HttpError \{\s+kind: (Connect|Request)\b"
+    # The server failed, in the last case with status 200. A server without the request's operation answers 501.
+    r"|status code: (408|429|5(?!01)\d\d)\b|Server returned error response: "
 )
-"""Matches errors of obstore if the answer did not arrive, or only in part."""
+"""Matches errors of obstore after which the request may be repeated. obstore itself repeats after most of them."""
 _REPEATED = re.compile(r", after (\d+) retries, max_retries: \1\b")
 """Matches errors of obstore after it has itself repeated the request max_retries times."""
 _SELDOM_PASSING = re.compile(
@@ -172,7 +179,7 @@ def max_repeats(error: BaseException) -> int:
     caller reads the object.
     """
     text = _ends(str(error))
-    if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
+    if is_passing(error) or (_TRANSIENT.search(text) and not _REPEATED.search(text) and not is_redirect(error)):
         return sys.maxsize
     return _SELDOM_REPEATS if _SELDOM_PASSING.search(text) else 0
 
@@ -180,6 +187,11 @@ def max_repeats(error: BaseException) -> int:
 def is_passing(error: BaseException) -> bool:
     """Whether a server's answer means that the same request may succeed soon."""
     return _PASSING.search(_ends(str(error))) is not None
+
+
+def is_throttling(error: BaseException) -> bool:
+    """Whether a server's answer asks for fewer requests."""
+    return _THROTTLING.search(_ends(str(error))) is not None
 
 
 def hides_reason(error: BaseException) -> bool:

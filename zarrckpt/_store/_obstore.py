@@ -1,8 +1,9 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
 A put is one request. A put of a large object is a multipart upload with several parts at a time. Neither copies the
-buffers. obstore repeats failed requests. Until a server has answered once, its address may be wrong. Until then, all
-requests except puts are repeated for about a second, and their answer may take ten seconds.
+buffers. :class:`Bucket` repeats failed requests and reports that. obstore repeats the requests of listings and uploads.
+Until a server has answered once, its address may be wrong. Until then, all requests except puts are repeated for about
+a second, and their answer may take ten seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 _PAGE_OBJECTS = 1000
 """Number of objects per page of a listing, the same as in one answer of a server."""
+
+_BULK_OBJECTS = 1000
+"""Maximum number of objects that one request deletes."""
 
 CONCURRENCY = 64
 """Number of concurrent transfers that a distant server needs. A near server needs fewer."""
@@ -61,39 +65,36 @@ class ObstoreStore(ClientStore):
         """False also after a copy has failed for another reason than an absent source."""
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
-        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, max_bytes))
+        return _take_whole(obstore.get(self._bucket.single, name), name, max_bytes)
 
     def get_versioned(self, key: str) -> VersionedObject:
-        def fetch(store: Any) -> VersionedObject:
-            answer = obstore.get(store, self.name(key))
+        def fetch() -> VersionedObject:
+            answer = obstore.get(self._bucket.single, self.name(key))
             version = _version_in(answer.meta)
             data = _take_whole(answer, key, MAX_WHOLE_BYTES)
             return VersionedObject(data, version or version_of(data))
 
-        return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
+        return self.call(f"reading {key!r}", fetch, key)
 
     def version(self, key: str) -> Any:
-        found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
+        found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single, self.name(key)), key)
         return _version_in(found)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
         options: Any = {"range": (start, end)}
         nbytes = end - start
 
-        async def fetch_later(store: Any) -> memoryview:
-            answer = await obstore.get_async(store, name, options=options)
+        async def fetch_later() -> memoryview:
+            answer = await obstore.get_async(self._bucket.single, name, options=options)
             return _checked_length(await anext(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
-        def fetch(store: Any) -> memoryview:
-            if nbytes >= _ASYNC_BYTES:
-                return wait_for(partial(fetch_later, store))
-            answer = obstore.get(store, name, options=options)
-            return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
-
-        return self._bucket.read(fetch)
+        if nbytes >= _ASYNC_BYTES:
+            return wait_for(fetch_later)
+        answer = obstore.get(self._bucket.single, name, options=options)
+        return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
     def size_named(self, name: str) -> int:
-        return int(obstore.head(self._bucket.store, name)["size"])
+        return int(obstore.head(self._bucket.single, name)["size"])
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
@@ -101,17 +102,17 @@ class ObstoreStore(ClientStore):
         if sum(map(len, views)) < SPLIT:
             self.call(what, lambda: self._put(key, views, use_multipart=False))
         else:
-            super().call(what, lambda: self._put_split(key, views))
+            super().call(what, lambda: self._put_split(key, views, partial(self.report_repeat, what)))
 
-    def _put_split(self, key: str, views: Sequence[memoryview]) -> None:
+    def _put_split(self, key: str, views: Sequence[memoryview], report: Callable[[Exception], None]) -> None:
         # obstore reads one buffer at a time, and begins to send all parts in it at once.
         pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
         # The part of the last buffer begins without regard to max_concurrency, so the last buffer is empty.
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
-            put = partial(self._put, key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
-            self._bucket.ask(put)
+            options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": at_once}
+            self._bucket.ask(partial(self._put, key, pieces, client="persistent", **options), report)
         except (client_errors.BaseError, FileNotFoundError) as error:
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MAX_PUT_BYTES:
                 raise
@@ -140,7 +141,7 @@ class ObstoreStore(ClientStore):
     def copy_new(self, source_key: str, key: str) -> bool:
         def copy() -> bool:
             try:
-                obstore.copy(self._bucket.store, self.name(source_key), self.name(key), overwrite=False)
+                obstore.copy(self._bucket.several, self.name(source_key), self.name(key), overwrite=False)
             except client_errors.AlreadyExistsError as error:
                 if _failures.is_passing(error):
                     raise
@@ -155,7 +156,7 @@ class ObstoreStore(ClientStore):
         name, found = self.name(key), source.name(source_key)
         try:
             self.call(
-                f"copying {found!r} to {key!r}", lambda: obstore.copy(self._bucket.store, found, name), source_key
+                f"copying {found!r} to {key!r}", lambda: obstore.copy(self._bucket.single, found, name), source_key
             )
             return "copied" if self.size(key) == nbytes else None
         except ObjectNotFoundError:
@@ -187,43 +188,47 @@ class ObstoreStore(ClientStore):
     def _own_e_tag(self, key: str) -> str:
         """Return the e-tag of an object on the server itself, or "" for none. One request, never redirected."""
         with contextlib.suppress(ObjectNotFoundError):
-            meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
+            meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single, self.name(key)), key)
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, *, client: str = "persistent", **options: Any) -> None:
+    def _put(self, key: str, data: Any, *, client: str = "put", **options: Any) -> None:
         # By name, because renewed credentials need new clients.
         obstore.put(getattr(self._bucket, client), self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        def put(client: str = "persistent") -> bool:
+        def put() -> bool:
             try:
-                self._put(key, data, client=client, mode=mode, use_multipart=False)
+                self._put(key, data, mode=mode, use_multipart=False)
             except (client_errors.AlreadyExistsError, client_errors.PreconditionError) as error:
                 if _failures.is_passing(error):
                     raise
                 return False
             return True
 
-        if (self._conditions.creates if mode == "create" else self._conditions.matches) is None:
-            # If a server has no conditions, obstore would repeat the put for more than a minute.
-            try:
-                return self.call(what, partial(put, "impatient"))
-            except StorageError as error:
-                if _failures.not_implemented(error):
-                    raise NoConditionsError(str(error)) from None
-        return self.call(what, put)
+        try:
+            return self.call(what, put)
+        except StorageError as error:
+            known = self._conditions.creates if mode == "create" else self._conditions.matches
+            if known is None and _failures.not_implemented(error):
+                raise NoConditionsError(str(error)) from None
+            raise
 
     def delete(self, keys: Iterable[str]) -> None:
         if not self._client.bulk_delete:
             return super().delete(keys)
-        if names := [self.name(key) for key in keys]:
-            what = f"deleting {len(names)} objects"
-            self.call(what, lambda: obstore.delete(self._bucket.store, names))
+
+        def delete(names: list[str]) -> None:
+            obstore.delete(self._bucket.single, names)
+
+        names = [self.name(key) for key in keys]
+        for begin in range(0, len(names), _BULK_OBJECTS):
+            some = names[begin : begin + _BULK_OBJECTS]
+            self.call(f"deleting {len(some)} objects", partial(delete, some))
 
     def delete_named(self, name: str) -> None:
         try:
-            obstore.delete(self._bucket.store, name)
+            obstore.delete(self._bucket.single, name)
         except FileNotFoundError:
             return
 
@@ -232,7 +237,7 @@ class ObstoreStore(ClientStore):
 
         def begin() -> tuple[Any, Any]:
             stream = obstore.list(
-                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
+                self._bucket.several, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
             )
             return stream, self._awaited_page(lambda: anext(stream, None))
 
@@ -263,7 +268,7 @@ class ObstoreStore(ClientStore):
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
             folder = self.folder(prefix) or None
-            return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.store, folder))
+            return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.several, folder))
 
         found = self.call(f"listing {prefix!r}", fetch)
         paths = (item["path"] for item in found["objects"] if item["path"] != self.folder(prefix))
@@ -295,7 +300,7 @@ class ObstoreStore(ClientStore):
         return "Check the endpoint, the region and the network. After a refusal check the credentials"
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        return super().call(what, partial(self._bucket.ask, request), key)
+        return super().call(what, partial(self._bucket.ask, request, partial(self.report_repeat, what)), key)
 
 
 def _version_in(meta: Any) -> dict[str, Any]:

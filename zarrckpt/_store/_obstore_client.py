@@ -106,16 +106,15 @@ class Bucket:
         self._out = out
         self.server = server
         """A name for the server and the bucket."""
-        self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
         self._provider = out.credential_provider
         self.renewal = Renewal(None if translate is None else partial(self._renew, translate))
         self._make_clients()
 
     def _make_clients(self) -> None:
         """Make clients with the present credentials."""
-        self.persistent = self._made(self._out.client, self._out.retry)
-        """The client that repeats failed requests by ``retry_config``."""
-        for name in ("impatient", "unrepeated"):
+        self.unrepeated = self._made(self._out.client, {**self._out.retry, "max_retries": 0})
+        """The client that makes each request once. :meth:`ask` repeats it."""
+        for name in ("impatient", "persistent"):
             self.__dict__.pop(name, None)
 
     def _made(self, client: Mapping[str, Any], retry: Mapping[str, Any]) -> Any:
@@ -128,31 +127,30 @@ class Bucket:
         return self.server in _answered or self._out.retry != RETRY
 
     @property
-    def has_sent_objects(self) -> bool:
-        """Whether the server has sent an object, so that it does not redirect reads to other hosts."""
-        return self._objects in _answered or self._out.retry != RETRY
-
-    def read(self, fetch: Callable[[Any], T]) -> T:
-        """Read with a client.
-
-        obstore takes a refused redirect for a lost connection and repeats the request for a long time. So the first
-        read uses the impatient client, even if the server has answered other requests.
-        """
-        if self.has_sent_objects:
-            return fetch(self.store)
-        try:
-            found = fetch(self.impatient)
-        except GenericError as error:
-            if not self.answered or _failures.is_redirect(error) or _failures.refuses_credentials(error):
-                raise
-            return fetch(self.store)
-        _answered.add(self._objects)
-        return found
+    def single(self) -> Any:
+        """The client for calls that are one request, except puts."""
+        return self.unrepeated if self.answered else self.impatient
 
     @property
-    def store(self) -> Any:
-        """The client for all requests except puts. A put is answered only when the server has received all bytes."""
+    def several(self) -> Any:
+        """The client for calls that may be several requests. After a failed one, a repeated call would make all again.
+
+        So obstore repeats each request.
+        """
         return self.persistent if self.answered else self.impatient
+
+    @property
+    def put(self) -> Any:
+        """The client for puts of one request. A put is answered only when the server has received all bytes.
+
+        So the first put to a server is not limited in time like other requests.
+        """
+        return self.unrepeated if self.answered else self.persistent
+
+    @cached_property
+    def persistent(self) -> Any:
+        """A client that repeats failed requests by ``retry_config``, without a report."""
+        return self._made(self._out.client, self._out.retry)
 
     @cached_property
     def impatient(self) -> Any:
@@ -163,11 +161,6 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._made(client, _FIRST_RETRY)
 
-    @cached_property
-    def unrepeated(self) -> Any:
-        """A client that makes each request once."""
-        return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
-
     def _renew(self, translate: Callable[[], ClientArguments]) -> None:
         """Read the credentials again from their source, and make new clients."""
         fresh = translate()
@@ -176,12 +169,15 @@ class Bucket:
         self._provider = fresh.credential_provider
         self._make_clients()
 
-    def ask(self, request: Callable[[], T]) -> T:
-        """Make a request and repeat it after transient failures, and again with new credentials if they are refused."""
-        check_fork()
-        return self.renewal.call(lambda: self._send(request) if self.answered else self._send_first(request))
+    def ask(self, request: Callable[[], T], report: Callable[[Exception], None]) -> T:
+        """Make a request and repeat it after transient failures, and again with new credentials if they are refused.
 
-    def _send_first(self, request: Callable[[], T]) -> T:
+        ``report`` is called with each transient failure before the request is repeated.
+        """
+        check_fork()
+        return self.renewal.call(lambda: (self._send if self.answered else self._send_first)(request, report))
+
+    def _send_first(self, request: Callable[[], T], report: Callable[[Exception], None]) -> T:
         """Make a request to a server that has not answered yet.
 
         Raises after about a second if its address is wrong, and after ten seconds if it does not answer.
@@ -189,7 +185,8 @@ class Bucket:
         try:
             result = request()
         except Exception as error:
-            if _failures.no_answer(error):
+            # Another thread may have received an answer in the meantime.
+            if not self.answered and _failures.no_answer(error):
                 raise
             _answered.add(self.server)
             if _failures.refuses_credentials(error):
@@ -197,21 +194,27 @@ class Bucket:
             if not isinstance(error, GenericError) and not _failures.max_repeats(error):
                 raise
             # The server exists and is busy. From now on retry_config applies.
-            return self._send(request)
+            report(error)
+            return self._send(request, report)
         _answered.add(self.server)
         return result
 
-    def _send(self, request: Callable[[], T]) -> T:
+    def _send(self, request: Callable[[], T], report: Callable[[Exception], None]) -> T:
         """Make a request. Repeat it with a new signature if it failed briefly and obstore did not repeat it."""
-        deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
-        for repeat in range(self._out.retry["max_retries"]):
+        retry, backoff = self._out.retry, self._out.retry["backoff"]
+        deadline = time.monotonic() + _as_seconds(retry["retry_timeout"])
+        pause = shortest = backoff["init_backoff"].total_seconds()
+        for repeat in range(retry["max_retries"]):
             try:
                 return request()
             except (BaseError, FileNotFoundError) as error:
                 if repeat >= _failures.max_repeats(error) or time.monotonic() > deadline:
                     raise
-                pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
-            time.sleep(pause)
+                report(error)
+                never_sent = _failures.never_sent(error)
+            # The pauses of obstore, except that the first one is random, too.
+            pause = min(backoff["max_backoff"].total_seconds(), random.uniform(shortest, backoff["base"] * pause))
+            time.sleep(0 if never_sent else pause)
         return request()
 
 

@@ -218,7 +218,7 @@ def _retry(value: Any) -> dict[str, Any]:
         for name, item in table.items():
             if name not in defaults:
                 raise StorageError(f"retry_config has no {name!r}: expected {', '.join(defaults)}")
-            if name == "max_retries" and type(item) is not int:
+            if name == "max_retries" and (type(item) is not int or item < 0):
                 raise _wrong_value("retry_config['max_retries']", item, "a number such as 3")
             table[name] = item if name in ("max_retries", "base") else _seconds(f"retry_config[{name!r}]", item)
     return {**RETRY, **given, "backoff": {**_BACKOFF, **backoff}}

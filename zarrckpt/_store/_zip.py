@@ -101,6 +101,14 @@ class ZipStore(Store):
     def max_concurrency(self, number: int) -> None:
         self._parent.max_concurrency = number
 
+    @property
+    def on_repeat(self) -> Callable[[str, Exception, bool], None] | None:
+        return self._parent.on_repeat
+
+    @on_repeat.setter
+    def on_repeat(self, report: Callable[[str, Exception, bool], None] | None) -> None:
+        self._parent.on_repeat = report
+
     def useful_concurrency(self) -> int:
         self._parent.beside_training = self.beside_training
         return min(self.max_concurrency, self._parent.useful_concurrency())
