@@ -138,7 +138,7 @@ def describe_commit(event: zarrckpt.Event) -> dict[str, Any]:
 
 
 def wandb_events(run: Run, thread: Executor) -> OnEvent:
-    """Return an ``on_event`` that logs each commit as a version of an artifact with a reference to the root document."""
+    """Return an ``on_event`` that logs each commit as a version of an artifact that refers to the root."""
     import wandb
 
     def record(event: zarrckpt.Event) -> None:
