@@ -80,7 +80,8 @@ def opentelemetry_events(tracer: Tracer, meter: Meter) -> OnEvent:
         return tracer.start_span(f"zarrckpt.{event.operation}", attributes=attributes, start_time=began)
 
     def on_event(event: zarrckpt.Event) -> None:
-        key, outcome = (event.operation, event.url), {"zarrckpt.operation": event.operation}
+        key = (event.operation, event.url)
+        outcome: dict[str, str] = {"zarrckpt.operation": event.operation}
         with lock:
             # A deletion has no "begun", so the first event of any kind begins the span.
             if key not in spans:
@@ -176,14 +177,15 @@ def mlflow_events(client: MlflowClient, run_id: str, thread: Executor) -> OnEven
 def train(url: str, on_event: OnEvent) -> None:
     """Train for three steps, save each, keep two, and resume."""
     model = torch.nn.Linear(8, 8)
-    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    optim = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optim}
     options = zarrckpt.SaveOptions(on_event=on_event)
     with zarrckpt.CheckpointManager(url, keep=zarrckpt.Keep(newest=2), save_every=1, options=options) as manager:
         first = manager.restore(state) or 0
         for step in range(first + 1, first + 4):
             loss = model(torch.randn(4, 8)).square().mean()
             loss.backward()
-            state["optim"].step()
+            optim.step()
             manager.step(step, state, metrics={"loss": loss})
     with zarrckpt.CheckpointManager(url, options=options) as manager:
         manager.restore(state)
