@@ -131,7 +131,7 @@ def test_wandb_gets_a_reference_and_no_data(
         assert (tmp_path / "run" / f"step-{step:08}" / "zarr.json").as_uri().encode() in data
         assert f'"root_sha256":"{digest(tmp_path / "run", step)}"'.encode() in data
     assert b'"loss":' in data and b"of-another-rank" not in data
-    weight = zarrckpt.open(tmp_path / "run" / "step-00000003").read("model.weight")
+    weight = zarrckpt.open(tmp_path / "run" / "step-00000003").read("model.weight")["model.weight"]
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert not any(weight.tobytes()[:64] in path.read_bytes() for path in files)
 
