@@ -64,6 +64,7 @@ NAVIGATION = {
         "Analyse with xarray <how-to/analyse>",
         "Copy <how-to/copy>",
         "Convert <how-to/convert>",
+        "Monitor <how-to/monitor>",
         "Failed saves, damage <how-to/unfinished-saves>",
         "Speed and memory <how-to/speed>",
         "Save less <how-to/reuse>",

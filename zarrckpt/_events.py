@@ -78,6 +78,11 @@ class EventSender:
         self._step = step
         self._began = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """The time since the operation began."""
+        return time.monotonic() - self._began
+
     def send(
         self,
         kind: EventKind,
@@ -97,7 +102,7 @@ class EventSender:
             rank=self._rank,
             step=self._step,
             nbytes=nbytes,
-            seconds=time.monotonic() - self._began,
+            seconds=self.seconds,
             error=error,
             report=report,
             metadata=metadata,

@@ -102,3 +102,13 @@ def test_targets_of_links_exist(page: Path) -> None:
 
 def test_the_readme_and_the_tutorial_have_code() -> None:
     assert {page.name for page in RUNNABLE} >= {"README.md", "tutorial.md"}
+
+
+def test_the_page_of_monitoring_shows_the_example() -> None:
+    def without_indents(text: str) -> str:
+        return "\n".join(line.strip() for line in text.splitlines())
+
+    page = (ROOT / "docs" / "how-to" / "monitor.md").read_text()
+    example = without_indents((ROOT / "examples" / "monitoring.py").read_text())
+    blocks = re.findall(r"^```python no-run\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 7 and [block for block in blocks if without_indents(block) not in example] == []

@@ -36,6 +36,7 @@ def test_a_save_and_a_load_send_their_events(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "zarrckpt"):
         saved = zarrckpt.save(STATE, url, metadata={"loss": 2.5}, options=save_options(events))
         loaded = zarrckpt.load(dict(STATE), url, options=zarrckpt.LoadOptions(on_event=events.append))
+        dcp.load(dict(STATE), storage_reader=zarrckpt.ZarrStorageReader(url), no_dist=True)
     assert kinds(events) == ["begun", "written", "committed", "begun", "loaded"]
     _, written, committed, _, done = events
     assert written.nbytes == saved.nbytes == committed.nbytes and done.nbytes == loaded.nbytes
@@ -45,7 +46,8 @@ def test_a_save_and_a_load_send_their_events(tmp_path: Path, caplog: pytest.LogC
     assert 0 < written.seconds <= committed.seconds and done.seconds > 0
     assert saved.root_sha256 == hashlib.sha256((tmp_path / "a" / "zarr.json").read_bytes()).hexdigest()
     # One line for each.
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    lines = [(record.levelname, record.message.partition(":")[0]) for record in caplog.records]
+    assert lines == [("INFO", f"saved {url}"), ("INFO", f"loaded {url}"), ("INFO", f"loaded {url}")]
 
 
 def test_a_background_save_sends_the_copy_before_the_data(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._dcp.planner import ZarrLoadPlanner
-from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
+from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError, log
 from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
@@ -40,6 +40,7 @@ from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import size_text
 from zarrckpt._state.tensors import memory_fault, plain_tensor, torch_dtype
 from zarrckpt._store import StoreSpec, Url
 
@@ -94,6 +95,7 @@ class ZarrStorageReader(StorageReader):
         self._progress = progress
         self._catalog: Catalog | None = None
         self._events: EventSender | None = None
+        self._is_coordinator = False
         self.load_id = uuid.uuid4().hex
         """The id of the current load, in the metadata that DCP's planners and loggers get."""
         self.bytes_read = 0
@@ -152,6 +154,7 @@ class ZarrStorageReader(StorageReader):
         if isinstance(metadata, _NoMetadata):
             raise metadata.error
         self.bytes_read = 0
+        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add data for the coordinator to the plan."""
@@ -198,6 +201,8 @@ class ZarrStorageReader(StorageReader):
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
         with self._events.sending_failure():
             self._read_data(self._catalog, plan, planner)
+        if self._is_coordinator:
+            log.info("loaded %s: %s in %.2f s", self.checkpoint_id, size_text(self.bytes_read), self._events.seconds)
         self._events.send("loaded", nbytes=self.bytes_read)
         future: Future[None] = Future()
         future.set_result(None)
