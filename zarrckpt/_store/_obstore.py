@@ -228,23 +228,29 @@ class ObstoreStore(ClientStore):
             return
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        what, last = f"listing {prefix!r}", None
+        what = f"listing {prefix!r}"
+        keys: set[str] = set()
+        first_paths: set[str] = set()
+        keys_of_last_try = 0
 
         def begin() -> tuple[Any, Any]:
-            stream = obstore.list(
-                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
-            )
+            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
             return stream, self._awaited_page(lambda: anext(stream, None))
 
         def go_on() -> tuple[Any, Any]:
+            nonlocal keys_of_last_try
             try:
                 return stream, self._awaited_page(lambda: anext(stream, None))
             except client_errors.BaseError:
-                # After an error the stream ends, and the rest of the listing would be missing. Begin again.
+                if len(keys) == keys_of_last_try:
+                    raise
+                # After an error the stream ends, and the rest of the listing would be missing. Begin again, not after
+                # the last key: some servers do not list in order of the keys (directory buckets of S3, Storj).
+                keys_of_last_try = len(keys)
+                first_paths.clear()
                 return self.call(what, begin)
 
         stream, batch = self.call(what, begin)
-        first_paths: set[str] = set()
         while batch:
             if batch[0]["path"] in first_paths:
                 raise StorageError(
@@ -253,11 +259,12 @@ class ObstoreStore(ClientStore):
                 )
             first_paths.add(batch[0]["path"])
             for item in batch:
+                key = item["path"].removeprefix(f"{self._client.prefix}/")
                 # The folder's name with a "/", which consoles create. obstore removes the "/".
-                if item["path"] == self.folder(prefix):
+                if item["path"] == self.folder(prefix) or key in keys:
                     continue
-                yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
-            last = batch[-1]["path"]
+                keys.add(key)
+                yield ObjectInfo(key, item["size"])
             stream, batch = super().call(what, go_on)
 
     def list_dir(self, prefix: str = "") -> Listing:
