@@ -18,7 +18,18 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
+from zarrckpt._store._base import (
+    PART,
+    SPLIT,
+    Buffer,
+    Listing,
+    ObjectInfo,
+    Reuse,
+    Store,
+    VersionedObject,
+    byte_views,
+    version_of,
+)
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
@@ -32,19 +43,12 @@ _PAGE_OBJECTS = 1000
 CONCURRENCY = 64
 """Number of concurrent transfers that a distant server needs. A near server needs fewer."""
 
-SPLIT = 16 * 2**20
-"""Size in bytes from which objects are uploaded in parts.
-
-One connection is seldom as fast as the network, and only a few objects of this size fit in memory at a time.
-"""
-
 _ASYNC_BYTES = 2**18
 """Size in bytes from which ranges are read asynchronously. For smaller ones the switch to the event loop costs more."""
 
 _MAX_PUT_BYTES = 5 * 2**30
 """Maximum size in bytes of a put with one request. Servers accept no more."""
 
-_PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
 
 
@@ -105,12 +109,12 @@ class ObstoreStore(ClientStore):
 
     def _put_split(self, key: str, views: Sequence[memoryview]) -> None:
         # obstore reads one buffer at a time, and begins to send all parts in it at once.
-        pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
+        pieces = [view[at : at + PART] for view in views for at in range(0, len(view), PART)]
         # The part of the last buffer begins without regard to max_concurrency, so the last buffer is empty.
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
-            put = partial(self._put, key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
+            put = partial(self._put, key, pieces, use_multipart=True, chunk_size=PART, max_concurrency=at_once)
             self._bucket.ask(put)
         except (client_errors.BaseError, FileNotFoundError) as error:
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MAX_PUT_BYTES:
@@ -135,7 +139,7 @@ class ObstoreStore(ClientStore):
 
     def open_upload(self, key: str) -> Any:
         client, name = self._bucket.persistent, self.name(key)
-        return obstore.open_writer(client, name, buffer_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        return obstore.open_writer(client, name, buffer_size=PART, max_concurrency=_PARTS_AT_ONCE)
 
     def copy_new(self, source_key: str, key: str) -> bool:
         def copy() -> bool:
