@@ -243,8 +243,9 @@ RESULT = [
     "GB",
     "objects",
     "puts",
-    "puts at 3,500/s, s",
-    "puts, $",
+    "requests",
+    "requests at 3,500/s, s",
+    "requests, $",
     "max/mean written",
     "moved between ranks",
     "between hosts of 8",
@@ -276,8 +277,8 @@ def measure(case: Case, options: PlanOptions, quick: bool) -> tuple[list[str], l
 def results(plan: SavePlan) -> list[str]:
     """Return the cells of a plan: bytes, objects, costs, balance, connections."""
     report = report_of(plan, range(plan.layout.world_size), HOST)
-    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_seconds():.1f}"]
-    found += [f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
+    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_requests:,}"]
+    found += [f"{report.put_seconds():.1f}", f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
     found += [f"{100 * moved / report.nbytes:.1f} %" for moved in (report.moved_bytes, report.host_bytes or 0)]
     connections = np.array(report.rank_connections)
     hosts = np.add.reduceat(connections, np.arange(0, len(connections), HOST))

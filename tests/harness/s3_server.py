@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -161,6 +162,8 @@ class Faults:
     """Ranges of the right length, from the object's begin."""
     keep_folders: bool = False
     """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
+    unordered: bool = False
+    """Listings are not in the order of the keys, as in directory buckets of S3."""
     most_of_a_range: int | None = None
     """Maximum bytes that are sent of a longer range."""
     redirect_to: str = ""
@@ -522,23 +525,22 @@ class S3Server:
         if faults.keep_folders and delimiter:
             found += [(path, None) for path in self.store.folders if path.startswith(folder + prefix)]
             found = sorted((path, stored) for path, stored in found if path != folder + prefix)
-        after = query.get("continuation-token") or query.get("start-after") or query.get("marker", "")
-        most, last, cut = min(int(query.get("max-keys", 1000)), faults.page), "", False
-        rows: list[str] = []
+        names: dict[str, Stored | None] = {}
         for path, stored in found:
             key = path.removeprefix(folder)
             rest = key[len(prefix) :]
             name = prefix + rest[: rest.index(delimiter) + 1] if delimiter and delimiter in rest else key
-            if name <= after or name == last:
-                continue
-            if cut := len(rows) >= most:
-                break
-            last = name
-            rows.append(_row(name, stored if name == key else None))
+            names.setdefault(name, stored if name == key else None)
+        token, start = query.get("continuation-token", ""), query.get("start-after") or query.get("marker", "")
+        place = _shuffled if faults.unordered else str
+        left = [name for name in names if name > start and (not token or place(name) > place(token))]
+        most = min(int(query.get("max-keys", 1000)), faults.page)
+        page, cut = sorted(left, key=place)[:most], len(left) > most
+        rows = [_row(name, names[name]) for name in page]
         facts = f"<Name>{folder[:-1]}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(rows)}</KeyCount>"
         facts += f"<MaxKeys>{most}</MaxKeys><IsTruncated>{str(cut).lower()}</IsTruncated>"
         if cut:
-            mark = escape(last)
+            mark = escape(page[-1])
             facts += f"<NextContinuationToken>{mark}</NextContinuationToken><NextMarker>{mark}</NextMarker>"
         space = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
         return xml(f"<ListBucketResult {space}>{facts}{''.join(rows)}</ListBucketResult>")
@@ -565,6 +567,11 @@ def _span(asked: str, size: int) -> tuple[int, int]:
 
 def _iso(stored: Stored) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(stored.time))
+
+
+def _shuffled(name: str) -> str:
+    """Return a key by which names are in an arbitrary order."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _row(name: str, stored: Stored | None) -> str:

@@ -169,13 +169,69 @@ def test_puts_are_those_that_a_server_gets(s3_stub: S3Server, state: dict[str, A
             assert report.puts == len(puts) == len({*puts}) == report.objects + report.documents, (options, overwrite)
 
 
+def test_uploads_in_parts_count_each_request(s3_stub: S3Server) -> None:
+    place, state = s3_stub.bucket(), {"w": torch.arange(40 << 20, dtype=torch.uint8), "b": b"x" * (17 << 20)}
+    zarrckpt.save({"step": 1}, place.url("first"), storage_options=place.storage_options)
+    report = zarrckpt.plan_report(state)
+    begin = len(s3_stub.requests)
+    zarrckpt.save(state, place.url("run"), storage_options=place.storage_options)
+    kinds = Counter(request.kind for request in s3_stub.requests[begin:])
+    sent = kinds["put"] + kinds["begin"] + kinds["part"] + kinds["end"]
+    assert report.put_requests == sent > report.puts == kinds["put"] + kinds["begin"]
+
+
 def test_puts_have_a_price_and_a_duration() -> None:
-    report = planned(plain())
-    puts = range(report.puts)
-    assert report.put_cost() == pytest.approx(len(puts) * 0.005 / 1000)
-    assert report.put_cost(usd_per_1000=2) == pytest.approx(len(puts) / 500)
-    assert report.put_seconds(per_second=len(puts) / 2) == pytest.approx(2)
-    assert f"{report.objects} chunk objects" in str(report) and f"{report.documents} documents" in str(report)
+    report = planned({"w": torch.zeros(40 << 20, dtype=torch.uint8)})
+    requests = report.put_requests
+    assert requests > report.puts and report.put_cost() == pytest.approx(requests * 0.005 / 1000)
+    assert report.put_cost(usd_per_1000=2) == pytest.approx(requests / 500)
+    assert report.put_seconds(per_second=requests / 2) == pytest.approx(2)
+    assert f"{report.objects} chunk object" in str(report) and f"{report.documents} documents" in str(report)
+
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def lost_shares(report: PlanReport, stall: float, rate: float, intervals: Floats) -> Floats:
+    """Simulate a job that fails at random and restarts, for each interval. Return the shares of its time that it loses.
+
+    A save copies the state, and commits it later. A failure loses all steps since the copy that was committed last.
+    """
+    hours = 50_000 / report.ranks
+    uptimes = np.random.default_rng(0).exponential(hours * 3600, 10_000)[:, None]
+    writing = max(report.rank_bytes) / rate
+    commits = np.maximum(np.floor((uptimes - writing) / intervals), 0)
+    trained = (commits * (intervals - stall)).sum(axis=0)
+    return 1 - trained / uptimes.sum()
+
+
+@pytest.mark.parametrize("stall, rate", [(0.04, 0.6e9), (2.0, 0.6e9), (60.0, 0.6e9), (0.0, 0.6e9), (0.04, 2e6)])
+@pytest.mark.parametrize("ranks", [64, 16_384])
+def test_the_interval_loses_the_least_time(ranks: int, stall: float, rate: float) -> None:
+    report = PlanReport(ranks, 1, ranks * 400_000_000, ranks, 9, (400_000_000,) * ranks, 0, 0, 0)
+    suggested = report.save_interval(stall_seconds=stall, bytes_per_second=rate)
+    # Saves do not overlap.
+    shortest = max(max(report.rank_bytes) / rate, report.put_seconds(), 2 * stall)
+    assert suggested >= shortest
+    others = np.geomspace(shortest, 500 * shortest, 60)
+    own, *rest = lost_shares(report, stall, rate, np.array([suggested, *others]))
+    assert own < 1.02 * min(rest) and max(rest) > 2 * own
+
+
+def test_the_interval_of_an_empty_state() -> None:
+    report = planned({})
+    assert 0 < report.save_interval() < 1 and "save every" not in str(report)
+    assert "save every" in str(planned({"w": torch.zeros(1)}))
+
+
+WRONG = {"gpu_hours_per_failure": (0, -1), "bytes_per_second": (0, -1), "stall_seconds": (-1,)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rates_are_named(name: str) -> None:
+    for value in (*WRONG[name], math.nan, math.inf):
+        with pytest.raises(ValueError, match=name):
+            planned({"w": torch.zeros(1)}).save_interval(**{name: value})
 
 
 def test_balance_is_the_largest_part_over_the_mean() -> None:

@@ -49,7 +49,7 @@ BIG = os.urandom(2**21)
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of a mebibyte go up in parts, and repeats come at once."""
     monkeypatch.setattr(_obstore, "SPLIT", 2**20)
-    monkeypatch.setattr(_obstore, "_PART", 2**19)
+    monkeypatch.setattr(_obstore, "PART", 2**19)
     monkeypatch.setattr(_obstore_client.random, "uniform", lambda *_: 0.0)
 
 

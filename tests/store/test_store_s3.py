@@ -745,7 +745,7 @@ def test_an_s3fs_without_split_reads_works(moto_bucket: S3Place, monkeypatch: py
 
 def test_large_objects_go_up_in_parts(s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_obstore, "SPLIT", 8 * 2**20)
-    monkeypatch.setattr(_obstore, "_PART", 5 * 2**20)
+    monkeypatch.setattr(_obstore, "PART", 5 * 2**20)
     store = stub_store(s3_stub)
     data = os.urandom(2**20)
     store.put("small", [data] * 7)

@@ -28,7 +28,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from zarrckpt._store import _obstore
 
     monkeypatch.setattr(_obstore, "SPLIT", 2 << 20)
-    monkeypatch.setattr(_obstore, "_PART", 1 << 20)
+    monkeypatch.setattr(_obstore, "PART", 1 << 20)
 
 
 def store_of(server: Served, concurrency: int | None = None, **options: Any) -> Store:

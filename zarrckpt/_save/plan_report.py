@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.wire import record
@@ -32,6 +33,7 @@ from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Url
+from zarrckpt._store._base import put_requests
 
 _OTHER_DOCUMENTS = 3
 """The documents that belong to no node: marker, root, and the claim (with overwrite: the group of the new tree)."""
@@ -50,7 +52,7 @@ def plan_report(
     options: SaveOptions | None = None,
     ranks_per_host: int | None = None,
 ) -> PlanReport:
-    """Return a forecast of a :func:`save`: objects, bytes per rank, bytes between ranks, cost of the puts.
+    """Return a forecast of a :func:`save`: objects, requests, bytes per rank and between ranks, cost, interval.
 
     Every rank of the process group calls it. It plans the save and encodes the values that are not tensors. It moves no
     tensor data, and makes no request without a ``base``. The arguments are those of :func:`save`. Raises the same
@@ -150,6 +152,7 @@ def report_of(
         rank_connections=tuple(connections(plan).tolist()),
         host_bytes=None if hosts is None else chunk_owners.moved_bytes(hosts),
         reused_bytes=reused_bytes,
+        part_requests=sum(node.grid.num_chunks * (put_requests(chunk_object_bytes(node)) - 1) for node in arrays),
     )
 
 

@@ -19,7 +19,18 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
+from zarrckpt._store._base import (
+    PART,
+    SPLIT,
+    Buffer,
+    Listing,
+    ObjectInfo,
+    Reuse,
+    Store,
+    VersionedObject,
+    byte_views,
+    version_of,
+)
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
@@ -36,19 +47,12 @@ _BULK_OBJECTS = 1000
 CONCURRENCY = 64
 """Number of concurrent transfers that a distant server needs. A near server needs fewer."""
 
-SPLIT = 16 * 2**20
-"""Size in bytes from which objects are uploaded in parts.
-
-One connection is seldom as fast as the network, and only a few objects of this size fit in memory at a time.
-"""
-
 _ASYNC_BYTES = 2**18
 """Size in bytes from which ranges are read asynchronously. For smaller ones the switch to the event loop costs more."""
 
 _MAX_PUT_BYTES = 5 * 2**30
 """Maximum size in bytes of a put with one request. Servers accept no more."""
 
-_PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
 
 
@@ -106,12 +110,12 @@ class ObstoreStore(ClientStore):
 
     def _put_split(self, key: str, views: Sequence[memoryview], report: Callable[[Exception], None]) -> None:
         # obstore reads one buffer at a time, and begins to send all parts in it at once.
-        pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
+        pieces = [view[at : at + PART] for view in views for at in range(0, len(view), PART)]
         # The part of the last buffer begins without regard to max_concurrency, so the last buffer is empty.
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
-            options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": at_once}
+            options = {"use_multipart": True, "chunk_size": PART, "max_concurrency": at_once}
             self._bucket.ask(partial(self._put, key, pieces, client="persistent", **options), report)
         except (client_errors.BaseError, FileNotFoundError) as error:
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MAX_PUT_BYTES:
@@ -136,7 +140,7 @@ class ObstoreStore(ClientStore):
 
     def open_upload(self, key: str) -> Any:
         client, name = self._bucket.persistent, self.name(key)
-        return obstore.open_writer(client, name, buffer_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        return obstore.open_writer(client, name, buffer_size=PART, max_concurrency=_PARTS_AT_ONCE)
 
     def copy_new(self, source_key: str, key: str) -> bool:
         def copy() -> bool:
@@ -233,23 +237,35 @@ class ObstoreStore(ClientStore):
             return
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        what, last = f"listing {prefix!r}", None
+        what = f"listing {prefix!r}"
+        keys: set[str] = set()
+        first_paths: set[str] = set()
+        keys_of_last_try = 0
 
         def begin() -> tuple[Any, Any]:
+<<<<<<< HEAD
             stream = obstore.list(
                 self._bucket.several, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
             )
+=======
+            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
+>>>>>>> freq
             return stream, self._awaited_page(lambda: anext(stream, None))
 
         def go_on() -> tuple[Any, Any]:
+            nonlocal keys_of_last_try
             try:
                 return stream, self._awaited_page(lambda: anext(stream, None))
             except client_errors.BaseError:
-                # After an error the stream ends, and the rest of the listing would be missing. Begin again.
+                if len(keys) == keys_of_last_try:
+                    raise
+                # After an error the stream ends, and the rest of the listing would be missing. Begin again, not after
+                # the last key: some servers do not list in order of the keys (directory buckets of S3, Storj).
+                keys_of_last_try = len(keys)
+                first_paths.clear()
                 return self.call(what, begin)
 
         stream, batch = self.call(what, begin)
-        first_paths: set[str] = set()
         while batch:
             if batch[0]["path"] in first_paths:
                 raise StorageError(
@@ -258,11 +274,12 @@ class ObstoreStore(ClientStore):
                 )
             first_paths.add(batch[0]["path"])
             for item in batch:
+                key = item["path"].removeprefix(f"{self._client.prefix}/")
                 # The folder's name with a "/", which consoles create. obstore removes the "/".
-                if item["path"] == self.folder(prefix):
+                if item["path"] == self.folder(prefix) or key in keys:
                     continue
-                yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
-            last = batch[-1]["path"]
+                keys.add(key)
+                yield ObjectInfo(key, item["size"])
             stream, batch = super().call(what, go_on)
 
     def list_dir(self, prefix: str = "") -> Listing:

@@ -274,7 +274,9 @@ def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: S
     make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
     if parsed.kind != "s3":
         return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
-    conditions = ConditionSupport(True, True, True) if _options.is_amazon(out) else support_of(server)
+    # Directory buckets of S3 are tested, because none was at hand to try.
+    trusted = _options.is_amazon(out) and not _options.is_directory_bucket(parsed.bucket)
+    conditions = ConditionSupport(True, True, True) if trusted else support_of(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     bucket = _shared_bucket(parsed, out, make)
     return Client(bucket, parsed.path, out.put, conditions, bulk, known, out.fixed_credentials)

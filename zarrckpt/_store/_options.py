@@ -301,6 +301,11 @@ def is_amazon(out: ClientArguments) -> bool:
     return not endpoint or re.search(r"\.amazonaws\.com(\.cn)?(:\d+)?$", endpoint) is not None
 
 
+def is_directory_bucket(bucket: str) -> bool:
+    """Whether a bucket is one of S3 Express One Zone, or an access point of one. Amazon reserves these names."""
+    return bucket.endswith(("--x-s3", "--xa-s3"))
+
+
 def _complete_s3(out: ClientArguments, bucket: str, profile: str | None) -> None:
     config = out.config
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
@@ -317,6 +322,8 @@ def _complete_s3(out: ClientArguments, bucket: str, profile: str | None) -> None
         config.setdefault("virtual_hosted_style_request", True)
     if endpoint := found.endpoint:
         _use_endpoint(out, endpoint, bucket)
+    elif is_directory_bucket(bucket):
+        config.setdefault("s3_express", True)
     # TLS protects the payload, and so does the loopback interface. Hashing the payload for the signature would cost one
     # core per GB/s. Over plain HTTP to another machine the signed payload is the only protection: an attacker on the
     # network could otherwise put other bytes with the same signature.
