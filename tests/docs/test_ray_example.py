@@ -52,7 +52,11 @@ class StubRay:
 def _train(run: str, reports: int) -> str:
     """Train until Ray has this many reports, at most to the end. Return the kind of end."""
     stub = StubRay(Path(run).parent, reports)
-    modules = {"ray": SimpleNamespace(train=stub), "ray.train": stub, "ray.train.torch": SimpleNamespace(TorchTrainer=None)}
+    modules = {
+        "ray": SimpleNamespace(train=stub),
+        "ray.train": stub,
+        "ray.train.torch": SimpleNamespace(TorchTrainer=None),
+    }
     sys.path.insert(0, str(ROOT / "examples"))
     sys.modules.pop("ray_train", None)
     with patch.dict(sys.modules, modules):
@@ -69,7 +73,9 @@ def test_a_run_under_ray_resumes_from_the_reported_step(tmp_path: Path) -> None:
     run, reported = tmp_path / "run", tmp_path / "last" / "zarrckpt.json"
     assert run_ranks(_train, str(run), 2, world_size=2) == ["WorkerLost: "] * 2
     assert json.loads(reported.read_text()) == {"url": f"{run}/step-00000020", "step": 20}
-    assert run_ranks(_train, str(run), 9, world_size=2) == ["finished"] * 2  # from step 0 on, its saves would be refused
+    assert (
+        run_ranks(_train, str(run), 9, world_size=2) == ["finished"] * 2
+    )  # from step 0 on, its saves would be refused
     assert json.loads(reported.read_text())["step"] == 40
     assert zarrckpt.latest(run) == f"{run}/step-00000040"
 

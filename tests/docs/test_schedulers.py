@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,12 @@ def script_folder(folder: Path, **programs: str) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     return {**os.environ, **ENVIRONMENT, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_the_pages_quote_the_files() -> None:
+    for page, language, file in (("kubernetes.md", "yaml", JOB), ("slurm.md", "bash", SCRIPT)):
+        (quoted,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "how-to" / page).read_text(), re.DOTALL)
+        assert set(quoted.splitlines()) <= set(file.read_text().splitlines())
 
 
 # -- Kubernetes
