@@ -3,14 +3,16 @@
     python examples/resume_run.py run                                    # end it by Ctrl-C or kill; start it again
     torchrun --nproc-per-node 2 examples/resume_run.py s3://bucket/run   # on any number of processes
 
-It saves every 20 steps, and keeps the two newest checkpoints and the best one. On SIGTERM or Ctrl-C, on any process,
-all of them save the same step and end. ``zarrckpt ls run`` lists the checkpoints.
+It saves every 20 steps, and keeps the two newest checkpoints and the best one. On SIGTERM, SIGUSR1 or Ctrl-C, on any
+process, all of them save the same step and end, with the exit status 75, so that a scheduler starts the run again.
+``zarrckpt ls run`` lists the checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 
 import torch
@@ -20,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 import zarrckpt
 
 
-def train(url: str, steps: int, seconds: float) -> None:
+def train(url: str, steps: int, seconds: float, grace: float) -> bool:
+    """Train from the newest checkpoint on. Return whether the run has made all steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     if dist.is_initialized():
@@ -32,7 +35,8 @@ def train(url: str, steps: int, seconds: float) -> None:
         url,
         keep=zarrckpt.Keep(newest=2, best=1, metric="loss"),
         save_every=20,
-        signals=("SIGTERM", "SIGINT"),
+        signals=("SIGTERM", "SIGUSR1", "SIGINT"),
+        grace=grace,
     )
     first = manager.restore(state)
     say("begins" if first is None else f"goes on from step {first}")
@@ -51,6 +55,7 @@ def train(url: str, steps: int, seconds: float) -> None:
             break
     manager.close()
     say(f"has the checkpoints of steps {manager.steps()}")
+    return not manager.preempted
 
 
 def say(text: str) -> None:
@@ -63,9 +68,12 @@ if __name__ == "__main__":
     parser.add_argument("url", help="folder of the run's checkpoints: a path, or s3://bucket/run")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seconds", type=float, default=0.05, help="minimum duration of a step")
+    parser.add_argument("--grace", type=float, default=25, help="seconds from a signal to the end of the last save")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    train(args.url, args.steps, args.seconds)
+    finished = train(args.url, args.steps, args.seconds, args.grace)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if not finished:
+        sys.exit(os.EX_TEMPFAIL)  # 75. After 0, a scheduler would take the run for finished.

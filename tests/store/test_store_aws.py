@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
+import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Thread
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -18,6 +22,7 @@ from botocore.config import Config
 from botocore.loaders import create_loader
 from harness.internals import ObstoreStore, Store, open_store
 from harness.s3_server import Request, S3Server, Strike
+from harness.store_servers import server_context
 
 from zarrckpt import StorageError
 from zarrckpt._store import _aws, _obstore
@@ -280,3 +285,70 @@ def test_keys_that_cannot_be_renewed_are_named(
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         with pytest.raises(StorageError, match="another endpoint"):
             store.get("k")
+
+
+STS = """<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
+<AccessKeyId>of-role</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>
+</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"""
+AGENT = {"AccessKeyId": "of-role", "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
+
+
+@contextmanager
+def credentials_server(tls: ssl.SSLContext | None) -> Iterator[tuple[str, list[str]]]:
+    """Serve a role's credentials: over TLS as AWS's token service, otherwise as EKS's agent. Yield url and tokens."""
+    tokens: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, token: str, body: str) -> None:
+            tokens.append(token)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_GET(self) -> None:
+            self.answer(self.headers["Authorization"], json.dumps(AGENT))
+
+        def do_POST(self) -> None:
+            form = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            self.answer(parse_qs(form or urlsplit(self.path).query)["WebIdentityToken"][0], STS)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http{'s' * (tls is not None)}://127.0.0.1:{server.server_port}", tokens
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("how", ["web identity", "agent"])
+def test_a_pod_gets_the_credentials_of_its_role(
+    how: str, s3_stub: S3Server, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variables that EKS sets: those of IRSA, or those of Pod Identity."""
+    token = tmp_path / "token"
+    token.write_text("of-pod")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_stub.endpoint)
+    tls = server_context(certificate.parent) if how == "web identity" else None
+    with credentials_server(tls) as (url, tokens):
+        variables = {
+            "web identity": {
+                "AWS_ROLE_ARN": "arn:aws:iam::111122223333:role/train",
+                "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
+                "AWS_ENDPOINT_URL_STS": url,
+                "AWS_CA_BUNDLE": str(certificate),
+            },
+            "agent": {
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/v1/credentials",
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(token),
+            },
+        }[how]
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        open_store("s3://bucket/run").put("k", [b"x"])
+    assert tokens == ["of-pod"]
+    assert all("Credential=of-role/" in request.headers["authorization"] for request in s3_stub.requests)

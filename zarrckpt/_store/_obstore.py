@@ -243,13 +243,7 @@ class ObstoreStore(ClientStore):
         keys_of_last_try = 0
 
         def begin() -> tuple[Any, Any]:
-<<<<<<< HEAD
-            stream = obstore.list(
-                self._bucket.several, self.folder(prefix) or None, offset=last, chunk_size=_PAGE_OBJECTS
-            )
-=======
-            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
->>>>>>> freq
+            stream = obstore.list(self._bucket.several, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
             return stream, self._awaited_page(lambda: anext(stream, None))
 
         def go_on() -> tuple[Any, Any]:
