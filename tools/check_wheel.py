@@ -1,7 +1,8 @@
 """Install the wheel in ``dist`` into fresh environments, and run ``wheel_smoke.py`` there: ``make test-wheel``.
 
-``newest`` has the newest versions of the dependencies, ``oldest`` the lower bounds of ``pyproject.toml`` (they have builds
-for Python 3.11), and ``torch`` the newest versions with PyTorch as in ``constraints.txt``. The environments are deleted.
+``newest`` has the newest versions of the dependencies, ``oldest`` the lower bounds of ``pyproject.toml``. ``torch`` has
+the newest versions, and PyTorch as in ``constraints.txt``. ``oldest`` needs Python 3.11 or 3.12, for NumPy 2.0.
+The environments are deleted.
 """
 
 from __future__ import annotations
