@@ -8,6 +8,8 @@
 # make docs     the documentation as a site, into build/docs; warnings are errors
 # make mutants  mutation tests of _commit, _plan, _save and _load, hours for all (ARGS=_commit.attempts for one module)
 # make bench    speed of this and other libraries, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
+# make dist     the source distribution and the wheel, into dist, checked by twine
+# make test-wheel  install that wheel into fresh environments and use it there (ARGS=newest: also oldest, torch)
 # make clean    remove all of these results
 #
 # Each command installs its requirements into .venv first, and again if pyproject.toml or constraints.txt have changed.
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of reading checkpoints and of the modules below, without those that need servers.
 READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
 
-.PHONY: demo test test-gpu test-readers test-integrations zarrita lint docs mutants bench clean
+.PHONY: demo test test-gpu test-readers test-integrations zarrita lint docs mutants bench dist test-wheel clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -67,6 +69,14 @@ mutants: .venv/.mutants
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+dist: .venv/.dist
+	rm -rf dist
+	$(BIN)/python -m build --dependency-constraints-txt constraints.txt
+	$(BIN)/python -m twine check --strict dist/*
+
+test-wheel: dist
+	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tools/check_wheel.py $(ARGS)
+
 clean:
 	rm -rf .venv .venv-readers .venv-integrations tests/zarrita/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -75,7 +85,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
-.venv/.demo .venv/.dev .venv/.docs .venv/.mutants .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.demo .venv/.dev .venv/.dist .venv/.docs .venv/.mutants .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
 	@$(INSTALL) -e '.[$*]'
 	@touch $@

@@ -129,7 +129,7 @@ def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
     elif docname == "reference/commands":
         source[0] += help_of_commands()
     elif docname == "reference/changelog":
-        source[0] = (ROOT / "CHANGELOG.md").read_text()
+        source[0] = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](../")
 
 
 ERROR = re.compile(rf"(?<![\w`.~])({'|'.join(name for name in __all__ if name.endswith('Error'))})\b")

@@ -77,7 +77,7 @@ def main() -> int:
         os._exit(0)
     missing = [name for name in ("zarrckpt", "torch", "xarray") if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(f"{', '.join(missing)} not installed: pip install -e '.[demo]', or run: make demo")
+        raise SystemExit(f"{', '.join(missing)} not installed: pip install 'zarrckpt[demo]', or in a clone: make demo")
     from demo import demonstrate
 
     return demonstrate(args)
