@@ -39,8 +39,9 @@ def train(url: str, steps: int) -> None:
     accelerator.print(f"The run goes on from step {step}", flush=True)
     while step < steps and not manager.preempted:
         epoch, seen = divmod(step, len(loader))
-        loader.set_epoch(epoch)
-        for (batch,) in accelerator.skip_first_batches(loader, seen) if seen else loader:
+        batches = accelerator.skip_first_batches(loader, seen) if seen else loader
+        batches.set_epoch(epoch)
+        for (batch,) in batches:
             loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
             accelerator.backward(loss)
             optimizer.step()

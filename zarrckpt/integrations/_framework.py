@@ -5,29 +5,38 @@ from __future__ import annotations
 import os
 from importlib import metadata
 
+VERSIONS = {
+    "accelerate": ("1.14", "2"),
+    "lightning": ("2.6.6", "2.7"),
+    "torchtitan": ("0.3", "0.4"),
+    "transformers": ("5.20", "6"),
+}
+"""The first allowed version and the first later one that is refused, by the framework's name for pip.
+
+The same ranges are in ``pyproject.toml`` and ``docs/reference/api.md``.
+"""
+
 UNTESTED = "ZARRCKPT_UNTESTED_FRAMEWORKS"
 """Environment variable that allows untested versions if it is not empty."""
 
 
-def require(distribution: str, first: str, before: str, extra: str) -> None:
+def require(framework: str) -> None:
     """Raise ImportError if a framework is not installed, or if its version is outside of the tested range.
 
-    Args:
-        distribution: the framework's name for pip.
-        first, before: the first allowed version, and the first later one that is not: ``"2.6"``, ``"2.7"``.
-        extra: the extra of zarrckpt that installs the framework. It is also the name of the integration's module.
+    Its name is a key of :data:`VERSIONS`, the name of the integration's module, and that of zarrckpt's extra.
     """
+    first, before = VERSIONS[framework]
     try:
-        found = metadata.version(distribution)
+        found = metadata.version(framework)
     except metadata.PackageNotFoundError as err:
         raise ModuleNotFoundError(
-            f"zarrckpt.integrations.{extra} needs {distribution}: pip install 'zarrckpt[{extra}]'", name=distribution
+            f"zarrckpt.integrations.{framework} needs {framework}: pip install 'zarrckpt[{framework}]'", name=framework
         ) from err
     if not _release_of(first) <= _release_of(found) < _release_of(before) and not os.environ.get(UNTESTED):
         raise ImportError(
-            f"zarrckpt.integrations.{extra} needs {distribution}>={first},<{before}, found {found}. Other versions "
-            f"were not tested, and private functions of {distribution} that it uses may have changed. Run pip install "
-            f"'zarrckpt[{extra}]' for a tested version, or set {UNTESTED}=1 to try this one"
+            f"zarrckpt.integrations.{framework} needs {framework}>={first},<{before}, found {found}. Other versions "
+            f"were not tested, and private functions of {framework} that it uses may have changed. Run pip install "
+            f"'zarrckpt[{framework}]' for a tested version, or set {UNTESTED}=1 to try this one"
         )
 
 

@@ -17,7 +17,7 @@ from zarrckpt.integrations import _values
 from zarrckpt.integrations._data import find_non_data, refuse_non_data, state_to_check
 from zarrckpt.integrations._framework import require
 
-require("accelerate", "1.15", "2", "accelerate")
+require("accelerate")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 

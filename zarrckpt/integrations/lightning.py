@@ -18,7 +18,7 @@ import zarrckpt
 from zarrckpt._store._url import normalize
 from zarrckpt.integrations import _framework
 
-_framework.require("lightning", "2.6.6", "2.7", "lightning")
+_framework.require("lightning")
 
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402

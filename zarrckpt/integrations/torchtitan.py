@@ -18,7 +18,7 @@ import torch
 
 from zarrckpt.integrations._framework import require
 
-require("torchtitan", "0.3", "0.4", "torchtitan")
+require("torchtitan")
 
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager  # noqa: E402
 

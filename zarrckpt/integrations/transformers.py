@@ -16,7 +16,7 @@ from zarrckpt._store._url import normalize, parse
 from zarrckpt._store._whole_files import local_path
 from zarrckpt.integrations import _framework, _values
 
-_framework.require("transformers", "5.23", "6", "transformers")
+_framework.require("transformers")
 
 from torch import nn  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
