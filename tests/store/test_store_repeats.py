@@ -22,12 +22,11 @@ SOON = {"max_retries": 5, "backoff": {**PAUSES, "base": 2}}
 Repeats = list[tuple[str, Exception, bool]]
 
 
-def watched(stub: S3Server, path: str = "run", **options: Any) -> tuple[Store, Repeats]:
+def watched(stub: S3Server, **options: Any) -> tuple[Store, Repeats]:
     """Return a store that has an object "k", and the list to which its repeats are added."""
     place = stub.bucket()
-    store = open_store(place.url(path), storage_options={**place.storage_options, "retry_config": SOON, **options})
-    if not store.is_archive:
-        store.put("k", [b"data"])
+    store = open_store(place.url("run"), storage_options={**place.storage_options, "retry_config": SOON, **options})
+    store.put("k", [b"data"])
     repeats: Repeats = []
     store.on_repeat = lambda what, error, throttled: repeats.append((what, error, throttled))
     return store, repeats
@@ -101,23 +100,19 @@ def test_a_throttled_server_is_reported_until_it_recovers(s3_stub: S3Server) -> 
     assert repeats and all(throttled for _, _, throttled in repeats)
 
 
-def test_a_healthy_save_and_load_repeat_no_request(s3_stub: S3Server) -> None:
-    for path in ("run", "run.zarr.zip"):
-        store, repeats = watched(s3_stub, path)
-        state = {"w": torch.ones(3), "step": 5}
-        if not store.is_archive:
-            store.delete(["k"])
-        zarrckpt.save(state, store)
-        assert zarrckpt.load({"w": torch.zeros(3), "step": 0}, store)["step"] == 5
-        assert repeats == []
-
-
-def test_an_archive_reports_the_repeats_of_its_store(s3_stub: S3Server) -> None:
-    store, repeats = watched(s3_stub, "run.zarr.zip")
-    zarrckpt.save({"w": torch.ones(3)}, store)
+@pytest.mark.parametrize("path", ["run", "run.zarr.zip"])
+def test_only_repeated_requests_of_a_save_and_load_send_events(path: str, s3_stub: S3Server) -> None:
+    """Also those of an archive, whose requests another store makes."""
+    place = s3_stub.bucket()
+    where: dict[str, Any] = {"url": place.url(path), "storage_options": place.storage_options}
+    events: list[zarrckpt.Event] = []
+    state = {"w": torch.ones(3)}
+    zarrckpt.save(state, **where, options=zarrckpt.SaveOptions(on_event=events.append))
+    zarrckpt.load(state, **where, options=zarrckpt.LoadOptions(on_event=events.append))
+    assert events and not any(event.kind in ("retried", "throttled") for event in events)
     s3_stub.faults.server_errors = 2
-    zarrckpt.load({"w": torch.zeros(3)}, store)
-    assert [throttled for _, _, throttled in repeats] == [True, True]
+    zarrckpt.load(state, **where, options=zarrckpt.LoadOptions(on_event=events.append))
+    assert [event.kind for event in events].count("throttled") == 2
 
 
 def test_a_reported_failure_contains_no_secret(s3_stub: S3Server) -> None:
