@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ from harness.store_servers import S3Place, shared_server
 
 if TYPE_CHECKING:
     from harness.hub_gateway import HubGateway
+
+# Each full collection would visit all objects of torch's modules and of the collected tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but only among objects that the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
