@@ -259,7 +259,7 @@ def main() -> None:
         while sum(campaign.signals for campaign in campaigns) < args.signals:
             for campaign in campaigns:
                 campaign.job(args.episodes)
-                if campaign.wrongs:
+                if campaign.wrongs or sum(each.signals for each in campaigns) >= args.signals:
                     break
             if any(campaign.wrongs for campaign in campaigns):
                 break

@@ -114,8 +114,8 @@ def _other_orders(url: str) -> None:
     assert loaded["w"].eq(3).all() and [loaded[key].number for key in "ABC"] == [3, 3, 3]
 
 
-def test_keys_in_another_order_on_each_rank_do_not_deadlock(place: Place) -> None:
-    place.run(_other_orders)
+def test_keys_in_another_order_on_each_rank_do_not_deadlock(disk: Place) -> None:
+    disk.run(_other_orders)
 
 
 def _empty(url: str) -> None:
@@ -241,13 +241,7 @@ def test_loads_are_in_place_and_restore_the_learning_rate(disk: Place) -> None:
 
 Pairs = dict[str, tuple[str, ...]]
 
-EVEN_PAIRS: Pairs = {
-    "fsdp1": ("hsdp1",),
-    "hsdp1": ("fsdp1",),
-    "fsdp2": ("tp",),
-    "tp": ("fsdp2_tp",),
-    "fsdp2_tp": ("fsdp2",),
-}
+EVEN_PAIRS: Pairs = {"fsdp1": ("hsdp1",), "fsdp2": ("tp",), "tp": ("fsdp2_tp",)}
 UNEVEN_PAIRS: Pairs = {  # torch cannot train with uneven tensor parallelism alone: that is a target only
     "fsdp1": ("fsdp2_tp",),
     "hsdp1": ("fsdp1",),
@@ -346,8 +340,8 @@ def _extras(url: str) -> None:
         assert torch.equal(one.to_local(), other.to_local())
 
 
-def test_extra_state_is_restored(place: Place) -> None:
-    place.run(_extras)
+def test_extra_state_is_restored(disk: Place) -> None:
+    disk.run(_extras)
 
 
 # -- ShardedTensors

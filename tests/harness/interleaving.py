@@ -298,7 +298,7 @@ def explore(
     order: Order = list,
     interruptions: int | None = None,
     most: int = 10**9,
-    sampled: int = 300,
+    sampled: int = 100,
 ) -> Found:
     """Explore every interleaving of saves and readers. Stop after ``most`` states.
 
@@ -417,9 +417,12 @@ def campaigns(most: int) -> Iterator[tuple[str, Callable[[], Found]]]:
     for name, content in (("nothing", {}), ("a committed save", base)):
         yield (
             f"two saves over {name}, every operation a step",
-            partial(explore, saves[:2], content, quiet=nothing_quiet, most=most),
+            partial(explore, saves[:2], content, quiet=nothing_quiet, most=most, sampled=300),
         )
-        yield f"two saves and two readers over {name}", partial(explore, saves[:2], content, readers=2, most=most)
+        yield (
+            f"two saves and two readers over {name}",
+            partial(explore, saves[:2], content, readers=2, most=most, sampled=300),
+        )
         for faults in (Faults(1, 1, 0, 1), Faults(1, 1, 1, 0)):
             yield (
                 f"two saves over {name}, {faults}",
@@ -429,9 +432,9 @@ def campaigns(most: int) -> Iterator[tuple[str, Callable[[], Found]]]:
             )
         yield (
             f"three saves over {name}, 4 interruptions, a lost answer",
-            partial(explore, saves, content, faults=Faults(1), interruptions=4, most=most),
+            partial(explore, saves, content, faults=Faults(1), interruptions=4, most=most, sampled=300),
         )
-        yield f"three saves over {name}", partial(explore, saves, content, most=most)
+        yield f"three saves over {name}", partial(explore, saves, content, most=most, sampled=300)
 
 
 def main() -> None:

@@ -341,7 +341,7 @@ class TestConditions:
         assert store.get("k") == b"second, unique"
 
     def test_of_many_creators_one_wins(self, store: Store) -> None:
-        results = race(20, lambda number: store.create("claim", b"by %d" % number))
+        results = race(8, lambda number: store.create("claim", b"by %d" % number))
         (winner,) = (number for number, error in enumerate(results) if error is None)
         assert all(isinstance(error, ObjectExistsError) for error in results if error is not None), results
         assert store.get("claim") == b"by %d" % winner
@@ -349,7 +349,7 @@ class TestConditions:
     def test_of_many_replacers_one_wins(self, store: Store) -> None:
         store.create("root", b"the first")
         seen = store.get_versioned("root")
-        results = race(20, lambda number: store.replace("root", b"by %d" % number, seen.version))
+        results = race(8, lambda number: store.replace("root", b"by %d" % number, seen.version))
         (winner,) = (number for number, error in enumerate(results) if error is None)
         assert all(isinstance(error, ObjectExistsError) for error in results if error is not None), results
         assert store.get("root") == b"by %d" % winner
