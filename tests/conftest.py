@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,13 @@ from harness.store_servers import S3Place, shared_server
 
 if TYPE_CHECKING:
     from harness.hub_gateway import HubGateway
+
+with suppress(ImportError):  # make test-integrations does not install it.
+    from hypothesis import settings
+
+    # A busy machine may take any time for an example.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 # Each full collection would visit all objects of torch's modules and of the collected tests.
 gc.disable()

@@ -362,7 +362,7 @@ def test_writers_are_the_ranks_that_wrote_most_of_a_chunk(tmp_path: Path) -> Non
 SIZES = st.lists(st.integers(0, 40), max_size=3)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(shape=SIZES, data=st.data())
 def test_any_shape_is_copied_into_any_chunks(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject

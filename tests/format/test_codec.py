@@ -119,7 +119,7 @@ def as_bytes(array: Any) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(nodes())
 def test_zarr_and_tensorstore_decode_encoded_chunks(node: ArrayNode) -> None:
     elements = elements_of(node)
@@ -139,7 +139,7 @@ def test_zarr_and_tensorstore_decode_encoded_chunks(node: ArrayNode) -> None:
     assert as_bytes(tensorstore.open(spec, context=context, read=True).result().read().result()) == as_bytes(elements)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(nodes())
 def test_chunks_consist_of_subchunks_with_their_checksums(node: ArrayNode) -> None:
     objects, checksums, sizes = encoded(node, elements_of(node))
@@ -189,7 +189,7 @@ def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
     return node, Box(starts, sizes)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(node_and_box(), st.booleans())
 def test_reading_a_box_equals_numpys_slice_and_reads_few_bytes(case: tuple[ArrayNode, Box], local: bool) -> None:
     node, box = case

@@ -68,7 +68,7 @@ def test_safe_characters_are_kept() -> None:
 
 
 @given(ANY_TEXT)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_escaped_names_are_safe_and_can_be_decoded(name: str) -> None:
     """Urls do not change them: they stay the same if decoded any number of times, and all of them is in the path."""
     escaped = escape(name)
@@ -89,7 +89,6 @@ def test_escaped_names_are_safe_and_can_be_decoded(name: str) -> None:
 
 
 @given(st.lists(ANY_TEXT, unique=True, min_size=2, max_size=20))
-@settings(deadline=None)
 def test_different_names_stay_different(names: list[str]) -> None:
     assert len({escape(name) for name in names}) == len(names)
 

@@ -110,7 +110,7 @@ ITEMS = st.one_of(
 
 
 @given(JSONABLE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_json_round_trip(value: Any) -> None:
     document = encode_json(value)
     assert document is not NOT_JSON
@@ -306,7 +306,7 @@ JSON_DOCUMENTS = st.recursive(
 
 
 @given(JSON_DOCUMENTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_hostile_json_values(document: Any) -> None:
     try:
         value = decode_json(document)
@@ -320,7 +320,7 @@ def test_hostile_json_values(document: Any) -> None:
 
 
 @given(st.recursive(ITEMS, containers, max_leaves=15))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blob_round_trip(value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a pickle would warn
@@ -587,7 +587,7 @@ SAFE = st.sampled_from(["raw", "npy", "tree", "torch"])
 
 
 @given(st.sampled_from(VALID), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_altered_blobs_raise_only_our_errors(blob: Blob, data: st.DataObject) -> None:
     payload = bytearray(blob.payload)
     for _ in range(data.draw(st.integers(1, 3))):

@@ -454,7 +454,7 @@ def read_by_two_ranks(store: MemoryStore) -> list[str]:
 
 def exhaustive(max_examples: int) -> Callable[[T], T]:
     """Return the settings that all properties here share."""
-    return settings(deadline=None, derandomize=True, max_examples=max_examples, suppress_health_check=list(HealthCheck))
+    return settings(derandomize=True, max_examples=max_examples, suppress_health_check=list(HealthCheck))
 
 
 @exhaustive(60)

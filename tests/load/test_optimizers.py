@@ -397,7 +397,7 @@ LBFGS_CHANGES = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trainings())
 @example(LBFGS_CHANGES)
 def test_any_training_resumes(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:

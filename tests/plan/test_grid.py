@@ -42,7 +42,6 @@ def cells(box: Box) -> set[Ints]:
     return set(itertools.product(*(range(o, o + n) for o, n in zip(*box, strict=True))))
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 6), max_size=3).map(tuple))
 def test_intersect_returns_the_shared_cells(data: st.DataObject, shape: Ints) -> None:
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
@@ -50,7 +49,6 @@ def test_intersect_returns_the_shared_cells(data: st.DataObject, shape: Ints) ->
     assert (set() if shared is None else cells(shared)) == cells(one) & cells(other)
 
 
-@settings(deadline=None)
 @given(st.data(), grids())
 def test_chunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
     box = data.draw(boxes_in(grid.shape))
@@ -60,7 +58,6 @@ def test_chunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
     assert list(grid.chunks_of(box)) == [index for index in every if cells(grid.chunk_box(index)) & cells(box)]
 
 
-@settings(deadline=None)
 @given(grids())
 def test_chunks_cover_the_array_once(grid: Grid) -> None:
     times = np.zeros(grid.shape, int)
@@ -69,7 +66,6 @@ def test_chunks_cover_the_array_once(grid: Grid) -> None:
     assert (times == 1).all()
 
 
-@settings(deadline=None)
 @given(st.data(), grids())
 def test_subchunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
     box = data.draw(boxes_in(grid.chunk_shape))
@@ -79,7 +75,6 @@ def test_subchunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
     assert grid.num_subchunks == grid.num_chunks * len(numbers)
 
 
-@settings(deadline=None)
 @given(grids())
 def test_subchunks_are_consecutive_elements_of_a_chunk(grid: Grid) -> None:
     assert grid.subchunk_shape is None or is_consecutive(grid.chunk_shape, grid.subchunk_shape)
@@ -96,7 +91,6 @@ def test_consecutive_elements_are_recognised(chunk: Ints, data: st.DataObject) -
     assert is_consecutive(chunk, sub) == (first.tolist() == list(range(first.size)))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_ravel_equals_numpys(counts: list[int], data: st.DataObject) -> None:
     index = tuple(data.draw(st.integers(0, n - 1)) for n in counts)
@@ -146,7 +140,6 @@ def check_fit(grid: Grid, boxes: list[Box]) -> None:
     assert misplaced(grid, boxes) == 0
 
 
-@settings(deadline=None)
 @given(sharded(), st.sampled_from([1, 2, 4, 8, 16]))
 def test_torchs_shards_are_one_chunk_each(case: tuple[Ints, list[Box]], itemsize: int) -> None:
     """Except if their extents divide into no subchunks."""
@@ -165,7 +158,6 @@ def test_torchs_shards_are_one_chunk_each(case: tuple[Ints, list[Box]], itemsize
         assert {grid.chunk_box(index) for box in boxes for index in grid.chunks_of(box)} == set(boxes)
 
 
-@settings(deadline=None)
 @given(sharded(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(4, 27))
 def test_large_chunks_are_divided(case: tuple[Ints, list[Box]], itemsize: int, limit_bits: int) -> None:
     (shape, boxes), limit = case, 1 << limit_bits
@@ -182,7 +174,7 @@ def test_large_chunks_are_divided(case: tuple[Ints, list[Box]], itemsize: int, l
         assert nbytes <= limit * 17 / 16
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8, 16]))
 def test_an_uncut_array_has_usual_subchunks(shape: Ints, itemsize: int) -> None:
     grid = choose_grid(shape, [Box((0,) * len(shape), shape)], itemsize)
@@ -239,7 +231,6 @@ def test_oddly_cut_rows_share_objects(cuts: list[int]) -> None:
     assert choose_grid((cuts[-1], 4), boxes, 4).num_chunks == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.sampled_from([1, 4]))
 def test_any_cut_has_few_chunks(sizes: list[int], itemsize: int) -> None:
     starts = [0, *itertools.accumulate(sizes)]
@@ -247,7 +238,6 @@ def test_any_cut_has_few_chunks(sizes: list[int], itemsize: int) -> None:
     assert choose_grid((starts[-1],), boxes, itemsize).num_chunks <= 4 * len(boxes)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=3).map(tuple))
 def test_an_array_without_elements_has_no_chunks(shape: Ints) -> None:
     assume(0 in shape)
@@ -260,7 +250,7 @@ def test_a_scalar_is_one_chunk() -> None:
     assert grid == Grid((), ()) and grid.num_chunks == 1 and list(grid.chunks_of(Box((), ()))) == [()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4).map(tuple), st.sampled_from([1, 2, 4, 8, 16]))
 def test_a_given_chunk_keeps_its_shape(chunk: Ints, itemsize: int) -> None:
     """A copy with ``chunks=`` has these chunks exactly."""

@@ -105,7 +105,6 @@ def check_divided(grid: Grid) -> None:
 # -- grids
 
 
-@settings(deadline=None)
 @given(tiled(40), sizes, st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([0, 30, 500, ALWAYS]))
 def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
     case: tuple[Ints, list[Box]], itemsize: int, fill: int, largest: int, least: int
@@ -138,7 +137,7 @@ def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
     assert choose_grid((100, 100), [], 1, max_chunk_bytes=1000).chunk_shape == (10, 100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tiled(6000, dims=2), sizes, st.integers(20, 25))
 def test_merged_chunks_are_padded_little_and_have_subchunks(
     case: tuple[Ints, list[Box]], itemsize: int, fill_bits: int
@@ -223,7 +222,6 @@ def test_prime_extents_are_padded_a_little_for_subchunks(shape: Ints, parts: Int
     assert grid.subchunk_shape is not None and math.prod(grid.subchunk_shape) * 4 >= MIB
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3), st.data())
 def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject) -> None:
     ints = st.lists(st.integers(0, 4), min_size=dims, max_size=dims).map(tuple)
@@ -281,7 +279,6 @@ def _owned(chunk_owners: ChunkOwners, number: int, tensor: PlannedTensor) -> Ite
         yield Owned(tensor, cell, parts, nbytes, owner, sources, bundle)
 
 
-@settings(deadline=None)
 @given(tiled(12), sizes, st.integers(1, 400))
 def test_pieces_tile_every_chunk(case: tuple[Ints, list[Box]], itemsize: int, fill: int) -> None:
     shape, boxes = case
@@ -358,7 +355,6 @@ def one_and_a_fifth(name: str) -> PlannedTensor:
     return PlannedTensor(name, Grid((10,), (10,)), 1, held)
 
 
-@settings(deadline=None)
 @example(([one_and_a_fifth("a"), one_and_a_fifth("b")], 2))
 @given(planned_tensors())
 def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[PlannedTensor], int]) -> None:
@@ -373,7 +369,6 @@ def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Planne
         assert len(owners) == 1 or not tensor.whole
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=30), st.data())
 def test_replicas_are_divided_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
@@ -412,7 +407,7 @@ def test_the_largest_chunks_are_assigned_first() -> None:
     assert sorted(loads.values()) == [24, 24, 24, 24]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(planned_tensors(), st.integers(1, 1500), st.integers(1, 4))
 def test_columns_hold_what_one_chunk_after_the_other_gives(
     case: tuple[list[PlannedTensor], int], bundle_bytes: int, layers: int
@@ -431,7 +426,6 @@ def test_columns_hold_what_one_chunk_after_the_other_gives(
     assert chunk_owners.count_merged() == sum(len(chunk.pieces) > 1 for chunk in expected)
 
 
-@settings(deadline=None)
 @given(planned_tensors(), st.integers(1, 1500))
 def test_chunks_whose_pieces_move_are_bundled_in_order(
     case: tuple[list[PlannedTensor], int], bundle_bytes: int
@@ -451,7 +445,6 @@ def test_chunks_whose_pieces_move_are_bundled_in_order(
 # -- the rounds of a load
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 5).flatmap(
         lambda world: st.tuples(
@@ -549,7 +542,6 @@ def all_shares(nodes: dict[str, ArrayNode], targets: list[list[tuple[str, Box]]]
     return [*plan_shares(ranks, nodes, boxes_of_ranks(targets), len(ranks), limit).values()]
 
 
-@settings(deadline=None)
 @given(targets(), st.integers(1, 800))
 def test_shared_subchunks_are_fetched_by_one_rank_and_sent(
     case: tuple[dict[str, ArrayNode], list[list[tuple[str, Box]]]], limit: int

@@ -438,7 +438,7 @@ def run(plan: Plan, choices: list[int]) -> Job:
     return job
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plans(), st.lists(st.integers(0, 59), max_size=200))
 def test_any_order_of_up_to_five_ranks(plan: Plan, choices: list[int]) -> None:
     run(plan, choices)
@@ -555,7 +555,7 @@ def test_the_log_names_missing_ranks_on_waiting_ranks(monkeypatch: pytest.Monkey
     assert [rank.warnings for rank in job.ranks] == [[text], [text], [text], [], [text]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 5), st.sampled_from([1, 2, 32]), st.lists(st.integers(0, 59), max_size=60), st.data())
 def test_ranks_in_different_calls_all_name_them(
     size: int, fanout: int, choices: list[int], data: st.DataObject

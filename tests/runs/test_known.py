@@ -105,5 +105,5 @@ class Folder(RuleBasedStateMachine):
         assert self.known.needs_no_wait() or self.failing
 
 
-Folder.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Folder.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 test_expired_checkpoints_go_and_kept_ones_stay = Folder.TestCase

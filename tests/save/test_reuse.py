@@ -155,7 +155,7 @@ def check_by_zarr(url: Path, state: State) -> None:
             assert np.asarray(found[...]).tobytes() == value.numpy().tobytes()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(trainings(), st.sampled_from((64, 200, 1 << 20)), st.sampled_from((None, None, "zstd", "blosc")))
 def test_exactly_the_unchanged_chunks_are_reused(states: list[State], limit: int, compression: Any) -> None:
     options = dataclasses.replace(ON, max_chunk_bytes=limit, compression=compression)

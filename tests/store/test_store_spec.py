@@ -88,7 +88,7 @@ def filled(item: Any, name: str, secret: str) -> Any:
     return item.replace("{name}", name).replace("{secret}", secret)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(PLACES),
     st.sampled_from(NAMES.split()),
