@@ -54,6 +54,9 @@ NAVIGATION = {
     "How to": [
         "Keep a run <how-to/runs>",
         "Training loops <how-to/training-loops>",
+        "Kubernetes <how-to/kubernetes>",
+        "Slurm <how-to/slurm>",
+        "Ray Train <how-to/ray>",
         "S3 and other stores <how-to/stores>",
         "Resume <how-to/resume>",
         "Per-rank state <how-to/per-rank-state>",

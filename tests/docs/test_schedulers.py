@@ -133,7 +133,7 @@ def test_a_preempted_pod_saves_and_all_pods_resume(tmp_path: Path) -> None:
         with started(command, logs[1], cwd=EXAMPLES, env=other) as second:
             wait_for("saves step 20,", *logs)
             second.send_signal(signal.SIGTERM)
-            assert second.wait(60) > 0, logs[1].read_text()  # with 0, the pod would count as finished
+            assert second.wait(120) > 0, logs[1].read_text()  # with 0, the pod would count as finished
         step = wait_for(r"step \d+ is saved", *logs).split()[1]
         with started(command, logs[1], cwd=EXAMPLES, env=other):
             wait_for(f"goes on from step {step}\n", *logs)
@@ -170,7 +170,7 @@ def test_a_job_of_slurm_requeues_itself_and_resumes(tmp_path: Path) -> None:
     with started(command, log, cwd=EXAMPLES, env=environment) as job:
         wait_for("saves step 20,", log)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == -signal.SIGKILL, log.read_text()
+        assert job.wait(120) == -signal.SIGKILL, log.read_text()
     step = wait_for(r"step \d+ is saved", log).split()[1]
     wait_for(f"requeue {environment['SLURM_JOB_ID']}\n", log)
     with started(command, log, cwd=EXAMPLES, env=environment):
@@ -182,4 +182,4 @@ def test_only_a_preempted_job_of_slurm_is_requeued_after_a_failure(tmp_path: Pat
         environment = script_folder(tmp_path, srun="exit 3", scontrol=SCONTROL)
         environment |= {"SLURM_JOB_ID": "7", "PREEMPTED": preempted}
         with started(["bash", str(SCRIPT)], tmp_path / "log", env=environment) as job:
-            assert job.wait(60) == status
+            assert job.wait(120) == status
