@@ -1,6 +1,6 @@
 """A training run under Ray Train that resumes after a worker or a node is lost.
 
-    python examples/ray_train.py s3://bucket/run --storage s3://bucket/ray    # ray[train] is required
+    python examples/ray_train.py s3://bucket/run --storage s3://bucket/ray    # ray[default,train] is required
 
 The workers save and load the checkpoints themselves, in parallel, at the url of the run. Ray gets a folder with a small
 file that names a checkpoint. So Ray's retention and ``ray.train.get_checkpoint`` handle a few bytes.
