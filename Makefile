@@ -1,7 +1,7 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
 # make test-readers  tests that need no torch, with newer zarr, in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
-# make test-integrations  tests of zarrckpt.integrations with the frameworks, in .venv-integrations
+# make test-integrations  tests with frameworks, schedulers' scripts and monitoring tools, in .venv-integrations
 # make test-gpu  tests on this machine's GPU or other accelerator, and a table of speeds; a few minutes, not in 'make test'
 # make zarrita  install the requirements of tests marked "node" with npm; without them 'make test' skips these tests
 # make lint     ruff, mypy and import-linter

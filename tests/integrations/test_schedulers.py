@@ -133,7 +133,7 @@ def test_a_preempted_pod_saves_and_all_pods_resume(tmp_path: Path) -> None:
         with started(command, logs[1], cwd=EXAMPLES, env=other) as second:
             wait_for("saves step 20,", *logs)
             second.send_signal(signal.SIGTERM)
-            assert second.wait(120) > 0, logs[1].read_text()  # with 0, the pod would count as finished
+            assert second.wait(120) != 0, logs[1].read_text()  # with 0, the pod would count as finished
         step = wait_for(r"step \d+ is saved", *logs).split()[1]
         with started(command, logs[1], cwd=EXAMPLES, env=other):
             wait_for(f"goes on from step {step}\n", *logs)
