@@ -41,7 +41,7 @@ def prometheus_events(registry: CollectorRegistry) -> OnEvent:
 
     labels, buckets = ("operation", "kind"), (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
     events = Counter("zarrckpt_events", "Events.", labels, registry=registry)
-    nbytes = Counter("zarrckpt_bytes", "Bytes that this rank wrote or read.", ("operation",), registry=registry)
+    nbytes = Counter("zarrckpt_bytes", "Bytes that this rank saved or read.", ("operation",), registry=registry)
     seconds = Histogram(
         "zarrckpt_duration_seconds", "From the begin to the event.", labels, registry=registry, buckets=buckets
     )
@@ -67,7 +67,7 @@ def opentelemetry_events(tracer: Tracer, meter: Meter) -> OnEvent:
     from opentelemetry.trace import StatusCode
 
     seconds = meter.create_histogram("zarrckpt.operation.duration", "s", "Duration of saves, loads and deletions")
-    nbytes = meter.create_counter("zarrckpt.io", "By", "Bytes that this rank wrote or read")
+    nbytes = meter.create_counter("zarrckpt.io", "By", "Bytes that this rank saved or read")
     repeats = meter.create_counter("zarrckpt.repeats", "{request}", "Requests that were sent again")
     spans: dict[tuple[str, str], Span] = {}
     lock = threading.Lock()  # The events of a background save come from several threads.

@@ -13,6 +13,9 @@ from zarrckpt._reports import LoadReport, SaveReport
 
 EventKind = Literal["begun", "staged", "written", "committed", "loaded", "deleted", "retried", "throttled", "failed"]
 
+ENDS: frozenset[EventKind] = frozenset({"committed", "loaded", "deleted", "failed"})
+"""The kinds that end an operation."""
+
 Operation = Literal["save", "load", "delete"]
 
 
@@ -24,15 +27,16 @@ class Event:
 
     - ``"begun"``: a save or a load has begun.
     - ``"staged"``: a background save has copied the state, ``nbytes`` bytes. If it was copied during the call,
-      ``seconds`` is the time for which training waited.
-    - ``"written"``: this rank has written its part of a save, ``nbytes`` bytes.
+      ``seconds`` is the time for which training waited, also for the previous save.
+    - ``"written"``: this rank has written its part of a save, ``nbytes`` bytes with those of reused chunks.
     - ``"committed"``: the checkpoint is committed, with ``report`` and ``metadata``. ``nbytes`` is that of all ranks.
     - ``"loaded"``: a load has ended, with ``report``. This rank has read ``nbytes`` bytes.
-    - ``"deleted"``: an expired checkpoint of a run was deleted.
+    - ``"deleted"``: an expired checkpoint of a run was deleted. Other deletions, as by ``restore(rewind=True)`` and
+      overwrites, send no event.
     - ``"retried"``: a request is sent again after ``error``.
     - ``"throttled"``: a request is sent again, because the store asked for fewer requests. Clients repeat listings and
       the parts of large uploads themselves, without an event; those of fsspec repeat all requests so.
-    - ``"failed"``: the operation has failed with ``error``, which its caller gets too.
+    - ``"failed"``: the operation has failed with ``error``. A caller of the operation gets it, too.
 
     Args:
         kind: see above.
@@ -65,7 +69,7 @@ OnEvent: TypeAlias = Callable[[Event], object]
 class EventSender:
     """Sends the events of one operation on one rank to the caller's ``on_event``.
 
-    An error of ``on_event`` is logged, once per operation, and never raised.
+    Nothing is sent after the end of the operation. An error of ``on_event`` is logged, and never raised.
     """
 
     def __init__(
@@ -93,8 +97,11 @@ class EventSender:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Call ``on_event``, in this thread."""
-        if self._on_event is None:
+        on_event = self._on_event
+        if on_event is None:
             return
+        if kind in ENDS:
+            self._on_event = None
         event = Event(
             kind=kind,
             operation=self._operation,
@@ -108,16 +115,15 @@ class EventSender:
             metadata=metadata,
         )
         try:
-            self._on_event(event)
+            on_event(event)
         except Exception as err:
-            # Only once, because each request may send an event.
+            # Threads that send an event at this moment may log an error, too.
             self._on_event = None
             text = f"{type(err).__name__}: {err}"
             log.warning("on_event failed at %r and is not called again for %s: %s", kind, self._url, text)
 
     def send_repeat(self, what: str, error: Exception, throttled: bool) -> None:
         """Report that a request is sent again. A store calls it."""
-        log.debug("%s in %s is repeated: %s", what, self._url, error)
         self.send("throttled" if throttled else "retried", error=error)
 
     @contextmanager

@@ -65,8 +65,9 @@ class SaveOptions:
             raise an error that names the rank. After 30 s, a warning (logger ``zarrckpt``) names what is waited for.
             Requests to the store have separate limits. DCP's calls use the timeout of their process group instead.
         on_event: called with each :class:`Event` of the saves (``docs/how-to/monitor.md``), in the thread in which it
-            happens, so it must return quickly. Its errors are logged and not raised. :class:`CheckpointManager` also
-            calls it for deletions, and for restores whose options have no ``on_event``. Ranks may pass different ones.
+            happens. So it must return quickly, and neither save nor load. Its errors are logged and not raised.
+            :class:`CheckpointManager` also calls it for deletions, and for restores whose options have no ``on_event``.
+            Ranks may pass different ones.
 
     Raises TypeError and ValueError that name the wrong option.
     """

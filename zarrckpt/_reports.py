@@ -256,7 +256,7 @@ def age_text(created: str) -> str:
 def duration_text(seconds: float) -> str:
     """Return a duration in the largest unit of which it has at least one."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
+        if seconds >= 0.999 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,48 @@ def test_each_rank_gets_its_own_events(tmp_path: Path) -> None:
         assert found == [(operation, kind, rank) for operation, kind in [*native, *of_dcp]]
         assert nbytes[:3] == [None, 8004, 16008]
     all_ranks_raise(zarrckpt.UnsupportedValueError, _events_of_ranks, str(tmp_path / "failed"), True, world_size=2)
+    for call in ("save", "load", "dcp"):
+        ends = run_ranks(_ends_of_refused_options, str(tmp_path), call, world_size=2)
+        # DCP does not report errors of other ranks.
+        assert ends == ["NoneType" if call == "dcp" else "StorageError", "StorageError"], call
+
+
+def _ends_of_refused_options(folder: str, call: str) -> str:
+    """Pass an option that no local store has on one rank. Return the error in the last event."""
+    events = Events()
+    refused = {"storage_options": {"no_such_option": 1}} if dist.get_rank() == 1 else {}
+    options = zarrckpt.SaveOptions(timeout=20, on_event=events.append)
+    load_options = zarrckpt.LoadOptions(timeout=20, on_event=events.append)
+    with pytest.raises(BaseException):  # noqa: B017
+        if call == "save":
+            zarrckpt.save(dict(STATE), f"{folder}/c", options=options, **refused)
+        elif call == "load":
+            zarrckpt.load(dict(STATE), f"{folder}/a", strict=False, options=load_options, **refused)
+        else:
+            writer = zarrckpt.ZarrStorageWriter(f"{folder}/d", options=options, **refused)
+            dcp.save(dict(STATE), storage_writer=writer)
+    return type(events[-1].error).__name__
+
+
+def test_events_of_a_waiting_call_have_its_seconds(tmp_path: Path) -> None:
+    """``staged`` counts the wait for the previous save, and a slow callable does not keep training from the state."""
+    events = Events()
+    first = zarrckpt.async_save(
+        STATE, str(tmp_path / "a"), options=zarrckpt.SaveOptions(on_event=lambda event: time.sleep(0.2))
+    )
+    zarrckpt.async_save(STATE, str(tmp_path / "b"), options=save_options(events)).result()
+    assert first.done() and events[1].kind == "staged" and events[1].seconds > 0.3
+
+    staged, copied = threading.Event(), threading.Event()
+
+    def wait_for_copy(event: zarrckpt.Event) -> None:
+        if event.kind == "staged":
+            staged.set()
+            assert copied.wait(20)
+
+    options = zarrckpt.SaveOptions(on_event=wait_for_copy)
+    future = zarrckpt.async_save(STATE, str(tmp_path / "c"), options=options, copy_in_background=True)
+    future.copied(20)
+    copied.set()
+    future.result()
+    assert staged.is_set()

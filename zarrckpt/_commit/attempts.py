@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from zarrckpt._errors import (
     CheckpointRemovedError,
     ObjectExistsError,
     StorageError,
+    log,
 )
 from zarrckpt._format.documents import NODE, group_document
 from zarrckpt._format.json_values import dumps
@@ -211,18 +211,19 @@ def _lost_error(store: Store, attempt: AttemptIds, winner: Root) -> CheckpointEx
 
 
 def clean_up(store: Store, attempt: Attempt) -> None:
-    """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Warn if that fails."""
+    """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Log if that fails."""
     try:
         delete_attempts(store, attempt.older, ended=[attempt.replaced_id], spared=[attempt.marker])
         if attempt.unmarked:
             # An attempt that still writes a file there repeats its put.
             store.sweep(f"{RESERVED_GROUP}/{save_id}" for save_id in attempt.unmarked)
     except CheckpointError as err:
-        # The save has committed, so it must not fail.
-        warnings.warn(
-            f"the checkpoint at {store.url} is saved, but objects of earlier saves could not be removed: {err}. The "
-            "next save to this url tries again",
-            stacklevel=2,
+        # The save has committed, so it must not fail, not even if a filter makes Python warnings errors.
+        log.warning(
+            "the checkpoint at %s is saved, but objects of earlier saves could not be removed: %s. The next save to "
+            "this url tries again",
+            store.url,
+            err,
         )
 
 

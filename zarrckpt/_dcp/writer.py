@@ -136,7 +136,9 @@ class ZarrStorageWriter(StorageWriter):
                 "use_collectives=False is not supported, because one rank commits after all ranks have written: "
                 "leave it out"
             )
-        self._save = RankSave(self._request, self._request.begin_events(global_rank()))
+        events = self._request.begin_events(global_rank())
+        with events.sending_failure():
+            self._save = RankSave(self._request, events)
         self._layout = None
         self._items = ()
         # Without cached plans, ranks send whole plans with our data in them, and this save is planned anew.

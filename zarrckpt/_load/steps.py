@@ -88,11 +88,11 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
     began = time.monotonic()
     events = EventSender(request.options.on_event, "load", request.spec.url, global_rank(), request.step)
     events.send("begun")
-    request.spec.open().on_repeat = events.send_repeat
     with (
         events.sending_failure(),
         open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds,
     ):
+        request.spec.open().on_repeat = events.send_repeat
         root = _read_root(request, rounds)
         load = _RankLoad(state, request, root, rounds)
         description_request, accepted = rounds.merge(

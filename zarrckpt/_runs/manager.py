@@ -278,8 +278,8 @@ class CheckpointManager:
                 return self._restore_init_from(state, request, chosen), chosen
             spec = self._spec.child(chosen.name)
             try:
-                request = dataclasses.replace(request, spec=spec, step=chosen.step)
-                self._last_report = load_on_ranks(state, request, self._ranks)
+                found = dataclasses.replace(request, spec=spec, step=chosen.step)
+                self._last_report = load_on_ranks(state, found, self._ranks)
                 return chosen.step, chosen
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if chosen.step is None or (step is not None and not chosen.has_alternative):

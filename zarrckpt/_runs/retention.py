@@ -264,8 +264,11 @@ class Retention:
                 objects = remove_all(store, found)
             except CheckpointPinnedError:
                 return Deletion.PINNED  # It was pinned after the check.
-            log.info("deleted %s, because no rule keeps it: %d objects", store.url, objects)
-            events.send("deleted")
+            if found.root is None:
+                log.info("deleted the leftovers of an unfinished save at %s: %d objects", store.url, objects)
+            else:
+                log.info("deleted %s, because no rule keeps it: %d objects", store.url, objects)
+                events.send("deleted")
         elif not found.begun:
             # All objects were deleted already. On a local disk, the folder may be left.
             store.remove_folder()

@@ -144,10 +144,10 @@ class _BackgroundSaver:
     ) -> SaveFuture:
         """Copy the state, or begin to copy it, and begin its save. Waits for the previous save."""
         with self._lock:
+            events = request.begin_events(global_rank())
             self.finish()
             url = request.spec.url
             future = SaveFuture(url)
-            events = request.begin_events(global_rank())
             call = open_rounds(ranks, f"the background save to {url}", request.options.timeout, queue="background")
             with events.sending_failure(), contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
@@ -164,17 +164,22 @@ class _BackgroundSaver:
                     copied = copies.pop()()
                 finally:
                     future.set_copied()
+                if copy_in_background:
+                    events.send("staged", nbytes=self._stager.copied_bytes)
                 return LocalState.from_plain_state(copied)
 
-            def save() -> SaveReport:
+            def make() -> SaveReport:
                 with events.sending_failure(), connected:
-                    return save_in_rounds(rounds, read_state, RankSave(request, events, background=True))
+                    save = RankSave(request, events, background=True)
+                    report = save_in_rounds(rounds, read_state, save)
+                save.send_committed(report)
+                return report
 
             if not copy_in_background:
                 future.set_copied()
             self._last = future
             try:
-                self._executor.submit(future.run, save)
+                self._executor.submit(future.run, make)
             except RuntimeError:  # The interpreter is shutting down.
                 with events.sending_failure(), connected:
                     raise
@@ -190,16 +195,10 @@ class _BackgroundSaver:
         try:
             # Take state dicts in this thread, because they may need collectives.
             plain = objects.convert_for_save(state).state
-            streams = current_streams() if in_background else ()
-
-            def stage() -> dict[Any, Any]:
-                copied = self._stager.stage(plain, keep=keep, streams=streams)
-                events.send("staged", nbytes=self._stager.copied_bytes)
-                return copied
-
             if in_background:
-                return stage
-            copied = stage()
+                return partial(self._stager.stage, plain, keep=keep, streams=current_streams())
+            copied = self._stager.stage(plain, keep=keep)
+            events.send("staged", nbytes=self._stager.copied_bytes)
             return lambda: copied
         except Exception as err:
             failure = err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,9 +12,10 @@ from functools import partial
 from zarrckpt._commit import attempts
 from zarrckpt._commit.marker import new_id
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
-from zarrckpt._commit.stored_documents import read_root
+from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, log, warn
 from zarrckpt._events import EventSender
+from zarrckpt._format.documents import NODE
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
@@ -46,11 +48,14 @@ def save_on_ranks(read_state: Callable[[], LocalState], request: SaveRequest, ra
         events.sending_failure(),
         open_rounds(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds,
     ):
-        return save_in_rounds(rounds, read_state, RankSave(request, events))
+        save = RankSave(request, events)
+        report = save_in_rounds(rounds, read_state, save)
+    save.send_committed(report)
+    return report
 
 
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
-    """Make a save with connected ranks, as in :func:`save_on_ranks`, without a call to torch.distributed."""
+    """Make a save with connected ranks, without a call to torch.distributed. The caller reports the commit."""
     # The coordinator begins the attempt in the round in which the ranks agree.
     options = save.request.options.plan if rounds.rank else save.plan_options()
     agreed = agree(rounds, read_state, options, save.begin)
@@ -63,9 +68,7 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
             on_coordinator=partial(save.finish, plan.layout),
             stop=save.stop,
         )
-        report = _commit_together(rounds, save, attempt, report)
-        save.send_committed(report)
-        return report
+        return _commit_together(rounds, save, attempt, report)
     except BaseException:
         save.abandon()
         raise
@@ -79,8 +82,8 @@ def _commit_together(rounds: Rounds, save: RankSave, attempt: SentAttempt, repor
     try:
         return call_on_coordinator(rounds, "the commit", partial(save.commit, report))
     except CheckpointError:
-        if rounds.rank != 0 and not rounds.error_is_shared and save.is_committed(attempt.save_id):
-            return report
+        if rounds.rank != 0 and not rounds.error_is_shared and (root_sha256 := save.read_commit(attempt.save_id)):
+            return dataclasses.replace(report, root_sha256=root_sha256)
         raise
 
 
@@ -122,7 +125,9 @@ class RankSave:
         """
         reuse = None
         if attempt.base is not None:
-            reuse = ReusableChunks(self._store, self.request.base_spec(attempt.base.name).open(), attempt.base)
+            base = self.request.base_spec(attempt.base.name).open()
+            base.on_repeat = self.events.send_repeat
+            reuse = ReusableChunks(self._store, base, attempt.base)
         self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
@@ -222,6 +227,9 @@ class RankSave:
                 self._root, report = finish_save(store, attempt, layout, results, metadata, self._sent)
                 if self._root.reused is not None and self._sent.base is not None:
                     report = dataclasses.replace(report, base=self.request.base_spec(self._sent.base.name).url)
+                if not self._root.entries:
+                    # Not after the commit: a filter of warnings may make it an error.
+                    warn(f"the checkpoint at {store.url} has no entries, because the state is empty")
                 return report
         except CheckpointExistsError:
             self._attempt = None
@@ -239,8 +247,6 @@ class RankSave:
         attempts.clean_up(self._store, attempt)
         if self.request.run is not None:
             self.request.run.record_commit()
-        if not self._root.entries:
-            warn(f"the checkpoint saved to {self._store.url} has no entries, because the state was empty")
         seconds = time.monotonic() - self._started
         log.info("saved %s: %s in %.2f s", self._store.url, size_text(report.nbytes), seconds)
         return dataclasses.replace(report, root_sha256=root_sha256, seconds=seconds)
@@ -257,8 +263,10 @@ class RankSave:
 
     # -- the other ranks
 
-    def is_committed(self, save_id: str) -> bool:
-        """Whether the root document has this save id. One request."""
+    def read_commit(self, save_id: str) -> str:
+        """Return the SHA-256 of the root document if it has this save id, otherwise "". One request."""
         with suppress(CheckpointError):
-            return read_root(self._store).save_id == save_id
-        return False
+            document = self._store.get(NODE)
+            if parse_root_document(document, self._store.url).save_id == save_id:
+                return hashlib.sha256(document).hexdigest()
+        return ""

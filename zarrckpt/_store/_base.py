@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
-from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._errors import CheckpointError, StorageError, log
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
@@ -186,8 +187,12 @@ class Store(abc.ABC):
 
     def report_repeat(self, what: str, error: BaseException) -> None:
         """Report a client's error after which the request is repeated."""
+        if self.on_repeat is None and not log.isEnabledFor(logging.DEBUG):
+            return
+        failure = self.failure(what, error)
+        log.debug("a request is repeated: %s", failure)
         if self.on_repeat is not None:
-            self.on_repeat(what, self.failure(what, error), _failures.is_throttling(error))
+            self.on_repeat(what, failure, _failures.is_throttling(error))
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         """Call the client and translate its errors. If ``key`` is given, an absent file means an absent object."""

@@ -17,7 +17,7 @@ from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._secrets import scrub, secret_values
 
-_DELETES_AT_ONCE = 16
+DELETES_AT_ONCE = 16
 
 
 class ClientStore(ConditionalStore):
@@ -150,7 +150,7 @@ class ClientStore(ConditionalStore):
             self.call(f"deleting {name!r}", lambda: self.delete_named(name))
 
         names = [self.name(key) for key in keys]
-        run_jobs((partial(delete, name) for name in names), min(_DELETES_AT_ONCE, self.max_concurrency))
+        run_jobs((partial(delete, name) for name in names), min(DELETES_AT_ONCE, self.max_concurrency))
 
     def _refuse_short(self, key: str, needed: int) -> None:
         """Raise CorruptCheckpointError if the object is shorter. One request. If it fails, return without an error."""

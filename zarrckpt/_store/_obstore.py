@@ -18,6 +18,7 @@ import obstore
 from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
+from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
 from zarrckpt._store._base import (
     PART,
@@ -31,7 +32,7 @@ from zarrckpt._store._base import (
     byte_views,
     version_of,
 )
-from zarrckpt._store._client_store import ClientStore
+from zarrckpt._store._client_store import DELETES_AT_ONCE, ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
@@ -69,11 +70,11 @@ class ObstoreStore(ClientStore):
         """False also after a copy has failed for another reason than an absent source."""
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
-        return _take_whole(obstore.get(self._bucket.single, name), name, max_bytes)
+        return _take_whole(obstore.get(self._bucket.single_client, name), name, max_bytes)
 
     def get_versioned(self, key: str) -> VersionedObject:
         def fetch() -> VersionedObject:
-            answer = obstore.get(self._bucket.single, self.name(key))
+            answer = obstore.get(self._bucket.single_client, self.name(key))
             version = _version_in(answer.meta)
             data = _take_whole(answer, key, MAX_WHOLE_BYTES)
             return VersionedObject(data, version or version_of(data))
@@ -81,7 +82,7 @@ class ObstoreStore(ClientStore):
         return self.call(f"reading {key!r}", fetch, key)
 
     def version(self, key: str) -> Any:
-        found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single, self.name(key)), key)
+        found = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single_client, self.name(key)), key)
         return _version_in(found)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
@@ -89,16 +90,16 @@ class ObstoreStore(ClientStore):
         nbytes = end - start
 
         async def fetch_later() -> memoryview:
-            answer = await obstore.get_async(self._bucket.single, name, options=options)
+            answer = await obstore.get_async(self._bucket.single_client, name, options=options)
             return _checked_length(await anext(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
         if nbytes >= _ASYNC_BYTES:
             return wait_for(fetch_later)
-        answer = obstore.get(self._bucket.single, name, options=options)
+        answer = obstore.get(self._bucket.single_client, name, options=options)
         return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
 
     def size_named(self, name: str) -> int:
-        return int(obstore.head(self._bucket.single, name)["size"])
+        return int(obstore.head(self._bucket.single_client, name)["size"])
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
@@ -145,7 +146,7 @@ class ObstoreStore(ClientStore):
     def copy_new(self, source_key: str, key: str) -> bool:
         def copy() -> bool:
             try:
-                obstore.copy(self._bucket.several, self.name(source_key), self.name(key), overwrite=False)
+                obstore.copy(self._bucket.series_client, self.name(source_key), self.name(key), overwrite=False)
             except client_errors.AlreadyExistsError as error:
                 if _failures.is_passing(error):
                     raise
@@ -160,7 +161,9 @@ class ObstoreStore(ClientStore):
         name, found = self.name(key), source.name(source_key)
         try:
             self.call(
-                f"copying {found!r} to {key!r}", lambda: obstore.copy(self._bucket.single, found, name), source_key
+                f"copying {found!r} to {key!r}",
+                lambda: obstore.copy(self._bucket.single_client, found, name),
+                source_key,
             )
             return "copied" if self.size(key) == nbytes else None
         except ObjectNotFoundError:
@@ -192,11 +195,11 @@ class ObstoreStore(ClientStore):
     def _own_e_tag(self, key: str) -> str:
         """Return the e-tag of an object on the server itself, or "" for none. One request, never redirected."""
         with contextlib.suppress(ObjectNotFoundError):
-            meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single, self.name(key)), key)
+            meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.single_client, self.name(key)), key)
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, *, client: str = "put", **options: Any) -> None:
+    def _put(self, key: str, data: Any, *, client: str = "put_client", **options: Any) -> None:
         # By name, because renewed credentials need new clients.
         obstore.put(getattr(self._bucket, client), self.name(key), data, **self._client.put_options, **options)
 
@@ -223,16 +226,16 @@ class ObstoreStore(ClientStore):
             return super().delete(keys)
 
         def delete(names: list[str]) -> None:
-            obstore.delete(self._bucket.single, names)
+            obstore.delete(self._bucket.single_client, names)
 
         names = [self.name(key) for key in keys]
-        for begin in range(0, len(names), _BULK_OBJECTS):
-            some = names[begin : begin + _BULK_OBJECTS]
-            self.call(f"deleting {len(some)} objects", partial(delete, some))
+        batches = [names[begin : begin + _BULK_OBJECTS] for begin in range(0, len(names), _BULK_OBJECTS)]
+        calls = (partial(self.call, f"deleting {len(some)} objects", partial(delete, some)) for some in batches)
+        run_jobs(calls, min(DELETES_AT_ONCE, self.max_concurrency))
 
     def delete_named(self, name: str) -> None:
         try:
-            obstore.delete(self._bucket.single, name)
+            obstore.delete(self._bucket.single_client, name)
         except FileNotFoundError:
             return
 
@@ -243,7 +246,7 @@ class ObstoreStore(ClientStore):
         keys_of_last_try = 0
 
         def begin() -> tuple[Any, Any]:
-            stream = obstore.list(self._bucket.several, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
+            stream = obstore.list(self._bucket.series_client, self.folder(prefix) or None, chunk_size=_PAGE_OBJECTS)
             return stream, self._awaited_page(lambda: anext(stream, None))
 
         def go_on() -> tuple[Any, Any]:
@@ -254,7 +257,8 @@ class ObstoreStore(ClientStore):
                 if len(keys) == keys_of_last_try:
                     raise
                 # After an error the stream ends, and the rest of the listing would be missing. Begin again, not after
-                # the last key: some servers do not list in order of the keys (directory buckets of S3, Storj).
+                # the last key: some servers do not list in order of the keys (directory buckets of S3, Storj). The
+                # keys take about 130 bytes of memory each.
                 keys_of_last_try = len(keys)
                 first_paths.clear()
                 return self.call(what, begin)
@@ -279,7 +283,7 @@ class ObstoreStore(ClientStore):
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
             folder = self.folder(prefix) or None
-            return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.several, folder))
+            return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.series_client, folder))
 
         found = self.call(f"listing {prefix!r}", fetch)
         paths = (item["path"] for item in found["objects"] if item["path"] != self.folder(prefix))

@@ -127,12 +127,12 @@ class Bucket:
         return self.server in _answered or self._out.retry != RETRY
 
     @property
-    def single(self) -> Any:
+    def single_client(self) -> Any:
         """The client for calls that are one request, except puts."""
         return self.unrepeated if self.answered else self.impatient
 
     @property
-    def several(self) -> Any:
+    def series_client(self) -> Any:
         """The client for calls that may be several requests. After a failed one, a repeated call would make all again.
 
         So obstore repeats each request.
@@ -140,7 +140,7 @@ class Bucket:
         return self.persistent if self.answered else self.impatient
 
     @property
-    def put(self) -> Any:
+    def put_client(self) -> Any:
         """The client for puts of one request. A put is answered only when the server has received all bytes.
 
         So the first put to a server is not limited in time like other requests.
