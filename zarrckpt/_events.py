@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from zarrckpt._errors import log
-from zarrckpt._reports import LoadReport, SaveReport
+from zarrckpt._reports import LoadReport, SaveReport, size_text
 
 EventKind = Literal["begun", "staged", "written", "committed", "loaded", "deleted", "retried", "throttled", "failed"]
 
@@ -82,6 +82,15 @@ class EventSender:
         self._step = step
         self._began = time.monotonic()
 
+    @classmethod
+    def begin(
+        cls, on_event: OnEvent | None, operation: Operation, url: str, rank: int, step: int | None = None
+    ) -> EventSender:
+        """Report that an operation has begun, and return the sender of its other events."""
+        events = cls(on_event, operation, url, rank, step)
+        events.send("begun")
+        return events
+
     @property
     def seconds(self) -> float:
         """The time since the operation began."""
@@ -121,6 +130,12 @@ class EventSender:
             self._on_event = None
             text = f"{type(err).__name__}: {err}"
             log.warning("on_event failed at %r and is not called again for %s: %s", kind, self._url, text)
+
+    def send_loaded(self, nbytes: int, report: LoadReport | None = None, *, is_coordinator: bool) -> None:
+        """Report the end of a load. Each rank sends an event, and the coordinator also logs it."""
+        if is_coordinator:
+            log.info("loaded %s: %s in %.2f s", self._url, size_text(nbytes), self.seconds)
+        self.send("loaded", nbytes=nbytes, report=report)
 
     def send_repeat(self, what: str, error: Exception, throttled: bool) -> None:
         """Report that a request is sent again. A store calls it."""

@@ -240,6 +240,9 @@ def time_text(created: str) -> str:
     return created.replace("T", " ").partition(".")[0].removesuffix("Z") + " UTC"
 
 
+_TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
 def age_text(created: str) -> str:
     """Return the time since a commit, in the largest unit of which it has at least one."""
     try:
@@ -247,7 +250,7 @@ def age_text(created: str) -> str:
     except (ValueError, TypeError):  # a root document can have any text here
         return "unknown"
     seconds = max(0, int(age.total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, length in _TIME_UNITS:
         if seconds >= length:
             return f"{seconds // length:,} {unit}"
     return f"{seconds} s"
@@ -255,7 +258,7 @@ def age_text(created: str) -> str:
 
 def duration_text(seconds: float) -> str:
     """Return a duration in the largest unit of which it has at least one."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, length in _TIME_UNITS:
         if seconds >= 0.999 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from zarrckpt._dcp.channel import ChannelName, connect_channel
 from zarrckpt._dcp.planner import ZarrLoadPlanner
-from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError, log
+from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
@@ -40,7 +40,6 @@ from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import LostPeerError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._reports import size_text
 from zarrckpt._state.tensors import memory_fault, plain_tensor, torch_dtype
 from zarrckpt._store import StoreSpec, Url
 
@@ -130,8 +129,7 @@ class ZarrStorageReader(StorageReader):
         because DCP would replace an error here by an AssertionError. The method has no parameters, because DCP would
         retry without collectives if there were one named ``kwargs``.
         """
-        self._events = EventSender(self._options.on_event, "load", self.checkpoint_id, global_rank())
-        self._events.send("begun")
+        self._events = EventSender.begin(self._options.on_event, "load", self.checkpoint_id, global_rank())
         try:
             with self._events.sending_failure():
                 self._spec.open().on_repeat = self._events.send_repeat
@@ -201,9 +199,7 @@ class ZarrStorageReader(StorageReader):
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
         with self._events.sending_failure():
             self._read_data(self._catalog, plan, planner)
-        if self._is_coordinator:
-            log.info("loaded %s: %s in %.2f s", self.checkpoint_id, size_text(self.bytes_read), self._events.seconds)
-        self._events.send("loaded", nbytes=self.bytes_read)
+        self._events.send_loaded(self.bytes_read, is_coordinator=self._is_coordinator)
         future: Future[None] = Future()
         future.set_result(None)
         return future

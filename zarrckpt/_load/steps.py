@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 from zarrckpt._commit.discovery import load_root_document
 from zarrckpt._commit.stored_documents import parse_root_document
-from zarrckpt._errors import LoadMismatchError, log, warn
+from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
@@ -30,7 +29,7 @@ from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._reports import LoadReport, size_text
+from zarrckpt._reports import LoadReport
 from zarrckpt._state.local_state import format_lines
 from zarrckpt._state.objects import convert_for_check, optimizers_and_modules
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
@@ -85,9 +84,7 @@ class LoadRequest:
 
 def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
-    began = time.monotonic()
-    events = EventSender(request.options.on_event, "load", request.spec.url, global_rank(), request.step)
-    events.send("begun")
+    events = EventSender.begin(request.options.on_event, "load", request.spec.url, global_rank(), request.step)
     with (
         events.sending_failure(),
         open_rounds(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds,
@@ -114,12 +111,10 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
         missing=tuple(state_match.missing),
         unexpected=tuple(state_match.unexpected),
         nbytes=load.bytes_read,
-        seconds=time.monotonic() - began,
+        seconds=events.seconds,
         changed=load.changed,
     )
-    if rounds.rank == 0:
-        log.info("loaded %s: %s in %.2f s", report.url, size_text(report.nbytes), report.seconds)
-    events.send("loaded", nbytes=report.nbytes, report=report)
+    events.send_loaded(report.nbytes, report, is_coordinator=rounds.rank == 0)
     return report
 
 

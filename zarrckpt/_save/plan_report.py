@@ -33,7 +33,7 @@ from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Url
-from zarrckpt._store._base import put_requests
+from zarrckpt._store._upload_parts import put_requests
 
 _OTHER_DOCUMENTS = 3
 """The documents that belong to no node: marker, root, and the claim (with overwrite: the group of the new tree)."""

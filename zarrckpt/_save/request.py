@@ -67,9 +67,7 @@ class SaveRequest:
     def begin_events(self, rank: int) -> EventSender:
         """Report that the save has begun on this rank, and return the sender of its other events."""
         step = None if self.run is None else self.run.step
-        events = EventSender(self.options.on_event, "save", self.spec.url, rank, step)
-        events.send("begun")
-        return events
+        return EventSender.begin(self.options.on_event, "save", self.spec.url, rank, step)
 
     @property
     def digested(self) -> bool:

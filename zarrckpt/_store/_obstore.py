@@ -20,22 +20,12 @@ from obstore import exceptions as client_errors
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import (
-    PART,
-    SPLIT,
-    Buffer,
-    Listing,
-    ObjectInfo,
-    Reuse,
-    Store,
-    VersionedObject,
-    byte_views,
-    version_of,
-)
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import DELETES_AT_ONCE, ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
+from zarrckpt._store._upload_parts import PART, SPLIT
 
 T = TypeVar("T")
 
