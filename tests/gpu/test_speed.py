@@ -6,6 +6,7 @@ run. The stall is the time until training may change the tensors.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.torch_version import TorchVersion
 
 import zarrckpt
 
@@ -37,9 +39,9 @@ def _ours(state: dict[str, Any], url: str, **options: Any) -> Saved:
     return future.copied, future
 
 
-def _dcp(state: dict[str, Any], url: str, stager: DefaultStager) -> Saved:
+def _dcp(state: dict[str, Any], url: str, make_stager: Callable[[], DefaultStager]) -> Saved:
     writer = dcp.FileSystemWriter(url, sync_files=False)
-    response: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    response: Any = dcp.async_save(state, storage_writer=writer, async_stager=make_stager())
     if not hasattr(response, "staging_completion"):
         return _no_stall, response
     return response.staging_completion.result, response.upload_completion
@@ -51,9 +53,15 @@ def _savers(state: dict[str, Any]) -> dict[str, Callable[[str], Saved]]:
     def alone(save: Callable[[str], object]) -> Callable[[str], Saved]:
         return lambda url: (save(url), (_no_stall, None))[1]
 
-    pinned = {"use_shared_memory": False, "use_non_blocking_copy": True}
-    pinned_stager = DefaultStager(StagingOptions(use_async_staging=False, **pinned))
-    async_stager = DefaultStager(StagingOptions(use_async_staging=True, **pinned))
+    def stagers(use_async_staging: bool) -> Callable[[], DefaultStager]:
+        options = StagingOptions(
+            use_async_staging=use_async_staging, use_shared_memory=False, use_non_blocking_copy=True
+        )
+        # async_save closes the stager and drops its buffers before torch 2.13.
+        make = functools.partial(DefaultStager, options)
+        return functools.cache(make) if TorchVersion(torch.__version__) >= (2, 13) else make
+
+    pinned_stagers, async_stagers = stagers(False), stagers(True)
     fast = {"sync_files": False}
     return {
         "torch.save": alone(lambda url: (os.mkdir(url), torch.save(state, f"{url}/file"))),
@@ -61,8 +69,8 @@ def _savers(state: dict[str, Any]) -> dict[str, Callable[[str], Saved]]:
         "dcp.save": alone(lambda url: dcp.save(state, storage_writer=dcp.FileSystemWriter(url, **fast))),
         "zarrckpt.async_save": lambda url: _ours(state, url),
         "zarrckpt.async_save(copy_in_background=True)": lambda url: _ours(state, url, copy_in_background=True),
-        "dcp.async_save, pinned memory": lambda url: _dcp(state, url, pinned_stager),
-        "dcp.async_save, async staging": lambda url: _dcp(state, url, async_stager),
+        "dcp.async_save, pinned memory": lambda url: _dcp(state, url, pinned_stagers),
+        "dcp.async_save, async staging": lambda url: _dcp(state, url, async_stagers),
     }
 
 
