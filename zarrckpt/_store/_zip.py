@@ -13,7 +13,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
@@ -27,11 +27,13 @@ from zarrckpt._store._base import (
     Store,
     VersionedObject,
     byte_views,
+    is_system_file,
     version_of,
 )
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
+from zarrckpt._store._url import split_query
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
 from zarrckpt._store._zip_streamed import StreamedArchive
@@ -54,7 +56,8 @@ class _Index:
         self.size = parent.size(name)
         self._tail_offset = max(0, self.size - _TAIL_BYTES)
         self._tail = parent.read(name, self._tail_offset, self.size - self._tail_offset)
-        self.entries, self._ends, self.directory_offset, self.comment = records.read_directory(_IndexFile(self), url)
+        found = records.read_directory(cast(IO[bytes], _IndexFile(self)), url)
+        self.entries, self._ends, self.directory_offset, self.comment = found
         self.is_own: dict[str, bool] = {}
         """Whether the local header of an entry is the one that this package writes, by key, once it was compared."""
 
@@ -148,7 +151,8 @@ class ZipStore(Store):
     is_archive = True
 
     def __init__(self, parent: Store, name: str) -> None:
-        self.url = f"{parent.url.rstrip('/')}/{name}"
+        above, query = split_query(parent.url)
+        self.url = f"{above.rstrip('/')}/{name}{query}"
         self.is_local = parent.is_local
         self.lists_all = True
         self.secrets = parent.secrets
@@ -309,7 +313,8 @@ class ZipStore(Store):
             if key.startswith(below):
                 keys.add(key)
                 yield ObjectInfo(key, entry.size)
-        if not prefix or f"{prefix}/".startswith(f"{GROUP}/"):
+        # Web servers have no saves and pins.
+        if self._parent.lists_all and (not prefix or f"{prefix}/".startswith(f"{GROUP}/")):
             beside = self._beside(prefix or GROUP)
             for info in self._parent.list(beside):
                 key = info.key.removeprefix(f"@{self._name}/")
@@ -321,7 +326,7 @@ class ZipStore(Store):
         rest = [key.removeprefix(below) for key in self._fresh_entries() if key.startswith(below)]
         objects = {name for name in rest if "/" not in name}
         folders = {name.partition("/")[0] for name in rest if "/" in name}
-        if not prefix or below.startswith(f"{GROUP}/"):
+        if self._parent.lists_all and (not prefix or below.startswith(f"{GROUP}/")):
             more = self._parent.list_dir(self._beside(prefix))
             objects, folders = objects.union(more[0]), folders.union(more[1])
         return sorted(objects), sorted(folders)
@@ -351,7 +356,7 @@ class ZipStore(Store):
             yield "", f"{fault}. If there is no other damage, zarrckpt cp makes an archive without it"
         for key, entry in index.entries.items():
             header_is_own, crc, nbytes = checks.get(key, (True, entry.crc, entry.size))
-            if key not in keys:
+            if key not in keys and not is_system_file(key):
                 yield key, "it is not an object of the checkpoint"
             elif is_own and not header_is_own:
                 yield key, "its local header differs from the one that was written"

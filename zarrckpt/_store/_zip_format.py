@@ -155,6 +155,8 @@ def read_directory(file: IO[bytes], url: str) -> tuple[dict[str, ZipEntry], dict
             raise damage(url, "it is a web page. Check the url, and whether the server needs a login") from error
         raise damage(url, f"it has no directory of a ZIP archive at its end, or it was cut ({error})") from error
     infos.sort(key=lambda info: info.header_offset)
+    if infos and infos[0].header_offset:
+        raise damage(url, f"{infos[0].header_offset:,} bytes precede its first entry")
     entries: dict[str, ZipEntry] = {}
     ends: dict[str, int] = {}
     for info, end in zip(infos, [*(info.header_offset for info in infos[1:]), begin], strict=False):
@@ -192,7 +194,7 @@ def find_data(name: str, entry: ZipEntry, end: int, read: Callable[[int, int], B
     stored, offset = name.encode(), entry.header_offset
     fixed = bytes(read(offset, _LOCAL.size))
     signature, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
-    begin = offset + _LOCAL.size + name_bytes + extra_bytes
+    begin: int = offset + _LOCAL.size + name_bytes + extra_bytes
     if begin + entry.size > end:
         raise damage(url, f"its entry {name!r} overlaps another one")
     rest = bytes(read(offset + _LOCAL.size, name_bytes + extra_bytes))
