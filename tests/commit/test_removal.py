@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from harness.crashes import all_files
 from harness.interleaving import Agent, Exploration, Faults, nothing_quiet
-from harness.internals import Store, examine
+from harness.internals import Store, examine, open_store
 from harness.one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read, running
 
 import zarrckpt
@@ -86,6 +86,43 @@ def test_hidden_files_of_nfs_and_empty_folders_are_ignored(backend: str, folder:
     zarrckpt.save(STATE, place, overwrite=True, **options)
     zarrckpt.remove(place, **options)
     assert url.exists() == (backend == "fsspec")
+
+
+SYSTEM_FILES = (".DS_Store", "._zarr.json", "Thumbs.db", "desktop.ini")
+
+
+@pytest.mark.filterwarnings("ignore:.* best effort:UserWarning")
+@pytest.mark.parametrize("backend", ["local", "fsspec", "s3"])
+def test_files_of_operating_systems_are_ignored_and_deleted(
+    backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run, options = f"file://{tmp_path}/run", {}
+    if backend == "s3":
+        bucket = request.getfixturevalue("s3_stub").bucket()
+        run, options = bucket.url("run"), bucket.storage_options
+    elif backend == "fsspec":
+        options = {"backend": "fsspec"}
+    store = open_store(run, storage_options=options)
+    args: dict[str, Any] = {"storage_options": options}
+
+    store.put("step-1/.DS_Store", [b"Bud1"])
+    for overwrite in (False, True):
+        zarrckpt.save(STATE, f"{run}/step-1", overwrite=overwrite, **args)
+        for folder in {info.key.rpartition("/")[0] for info in store.list()} | {"step-1/@zarrckpt"}:
+            for name in SYSTEM_FILES:
+                store.put(f"{folder}/{name}".lstrip("/"), [b"\0\5\26\7"])
+    store.put("._step-1.zarr.zip", [b"\0\5\26\7"])
+    store.put(".step-2.zarr.zip.x7.zarr.zip", [b"PK"])  # as rsync names an unfinished copy
+    assert (
+        zarrckpt.latest(run, **args) == f"{run}/step-1".removeprefix("file://")
+        and examine(f"{run}/step-1", **args).findings == ()
+    )
+    assert zarrckpt.open(f"{run}/step-1", **args).verify() and not zarrckpt.recover(run, stopped=True, **args).error
+    zarrckpt.remove(f"{run}/step-1", **args)
+    assert {info.key for info in store.list() if info.key.startswith("step-1")} == set()
+    assert zarrckpt.latest(run, **args) is None
+    if backend == "local":
+        assert not (tmp_path / "run/step-1").exists()
 
 
 def test_an_export_to_dcp_ignores_hidden_files_of_nfs(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def url(tmp_path: Path, saved: bytes) -> Path:
 
 
 def test_zip_programs_test_and_unpack_an_archive(url: Path, tmp_path: Path) -> None:
-    """The unpacked files are a checkpoint in a folder, but for the documents that show its saves."""
+    """The unpacked files are a checkpoint in a folder. It lacks only the claim and the marker."""
     with zipfile.ZipFile(url) as file:
         assert file.testzip() is None
         assert all(info.compress_type == zipfile.ZIP_STORED for info in file.infolist())
@@ -64,6 +65,11 @@ def test_zip_programs_test_and_unpack_an_archive(url: Path, tmp_path: Path) -> N
             assert done.returncode == 0, done.stdout + done.stderr
     ckpt = zarrckpt.open(tmp_path / "folder")
     assert (ckpt["model.w"][...] == W.numpy()).all() and ckpt["raw"] == STATE["raw"]
+    assert ckpt.verify() and ckpt.verify(quick=True)
+    zarrckpt.save({"new": 1}, ckpt.url, overwrite=True, options=FAST)
+    assert zarrckpt.open(ckpt.url).verify()
+    zarrckpt.remove(ckpt.url)
+    assert not (tmp_path / "folder").exists()
 
 
 def test_the_code_on_the_format_page_reads_an_archive(url: Path) -> None:
@@ -103,11 +109,8 @@ def test_entries_around_4_gib_are_read(size: int, tmp_path: Path) -> None:
         assert (large.filename, large.file_size, large.compress_size, large.CRC) == ("m/large", size, size, 7)
         assert (other.filename, other.header_offset) == ("m/größe", entries["m/größe"].header_offset)
         assert archive.read(other) == small and archive.open(large).read(10) == bytes(10)
-    data = (tmp_path / "x.zip").open("rb")
-    data.seek(end)
-    rest = data.read()
-    directory = zip_format.parse_end(rest[-zip_format.END_BYTES :], end + len(rest), "x")
-    assert zip_format.parse_directory(rest[: directory.size], directory, "x") == entries
+    with open(tmp_path / "x.zip", "rb") as file:
+        assert zip_format.read_directory(file, "x")[0] == entries
 
 
 @pytest.mark.parametrize("count", [65_534, 65_535])
@@ -120,8 +123,7 @@ def test_archives_of_65535_entries_are_read(count: int) -> None:
     stored = b"".join(parts) + zip_format.encode_directory(entries, end)
     with zipfile.ZipFile(io.BytesIO(stored)) as archive:
         assert archive.namelist() == [*entries] and archive.read(f"{count - 1}") == b""
-    directory = zip_format.parse_end(stored[-zip_format.END_BYTES :], len(stored), "x")
-    assert zip_format.parse_directory(stored[end : end + directory.size], directory, "x") == entries
+    assert zip_format.read_directory(io.BytesIO(stored), "x")[0] == entries
 
 
 # -- damage
@@ -174,24 +176,92 @@ def test_verify_finds_entries_of_no_checkpoint(url: Path, saved: bytes) -> None:
     assert "model/later/c.0" in {damage.key for damage in zarrckpt.open(url).verify().damages}
     for number in range(1, 12):
         url.write_bytes(without(number)(saved))
-        assert not zarrckpt.open(url).verify(), "bytes between the entries"
+        assert not zarrckpt.open(url).verify(), "an entry is missing"
 
 
 def repack(source: Path, target: Path, **options: Any) -> None:
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", **options) as new:
+        new.comment = b"packed again"
+        for folder in sorted({name.rpartition("/")[0] for name in old.namelist()} - {""}):
+            new.mkdir(folder)
         for name in sorted(old.namelist()):
             new.writestr(name, old.read(name))
 
 
-def test_an_archive_packed_again_can_be_read_and_copied(url: Path, tmp_path: Path) -> None:
-    """The copy has the records of a save again. ``zip -0 -D`` makes similar archives."""
-    repack(url, tmp_path / "again.zarr.zip")
+class _Pipe(io.BytesIO):
+    """A file without a position, so that zipfile puts the numbers of an entry behind its data."""
+
+    def tell(self) -> int:
+        raise AttributeError
+
+    def seekable(self) -> bool:
+        return False
+
+
+def zip_r(source: Path, target: Path) -> None:
+    with zipfile.ZipFile(source) as old:
+        old.extractall(target.parent / "unpacked")
+    subprocess.run(["zip", "-q", "-0", "-r", str(target), "."], cwd=target.parent / "unpacked", check=True)
+
+
+def stream(source: Path, target: Path) -> None:
+    pipe = _Pipe()
+    repack(source, pipe)  # type: ignore[arg-type]
+    target.write_bytes(pipe.getvalue())
+
+
+@pytest.mark.parametrize("pack", [repack, stream, zip_r])
+def test_an_archive_of_another_program_is_whole(pack: Callable[[Path, Path], None], url: Path, tmp_path: Path) -> None:
+    """With entries of folders, a comment, or other fields. The copy is like a save."""
+    if pack is zip_r and not shutil.which("zip"):
+        pytest.skip("zip is not installed")
+    pack(url, tmp_path / "again.zarr.zip")
     ckpt = zarrckpt.open(tmp_path / "again.zarr.zip")
-    assert (ckpt["model.w"][...] == W.numpy()).all() and ckpt.verify(quick=True)
-    (damage,) = ckpt.verify().damages
-    assert damage.key == ckpt.url and "zarrckpt cp" in damage.reason
+    assert (ckpt["model.w"][...] == W.numpy()).all() and ckpt.verify(quick=True) and ckpt.verify().damages == ()
+    target = {"model": {"w": torch.zeros(6, 4), "b": torch.zeros(3).bfloat16()}}
+    zarrckpt.load(target, ckpt.url, keys=["model"])
+    assert torch.equal(target["model"]["w"], W)
     zarrckpt.copy(ckpt.url, tmp_path / "copy.zarr.zip")
     assert zarrckpt.open(tmp_path / "copy.zarr.zip").verify()
+    changed = bytearray((tmp_path / "again.zarr.zip").read_bytes())
+    changed[changed.index(W.numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "again.zarr.zip").write_bytes(changed)
+    assert "model/w/c.0.0" in {damage.key for damage in zarrckpt.open(ckpt.url).verify().damages}
+
+
+def two_contents(saved: bytes, other: bytes) -> bytes:
+    """Return an archive in which the data of ``other`` are between the headers and the data of ``saved``."""
+    out, records, ends = b"", b"", zipfile.ZipFile(io.BytesIO(other))
+    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+        for info in archive.infolist():
+            data, name = archive.read(info), info.filename.encode()
+            first = ends.read(info.filename) if info.filename.startswith("model/w/c") else b""
+            numbers = (zlib.crc32(first or data), len(data), len(data), len(name), 0)
+            fields = (20, 2048, 0, 0, 33, *numbers)
+            end = (0, 0, 0, 0o100644 << 16, len(out))
+            records += struct.pack("<4s6H3I5H2I", b"PK\1\2", 788, *fields, *end) + name
+            out += struct.pack("<4s5H3I2H", b"PK\3\4", *fields) + name + first + data
+        count = len(archive.namelist())
+    return out + records + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(records), len(out), 0)
+
+
+def test_an_archive_has_one_content_for_all_readers(url: Path, saved: bytes, tmp_path: Path) -> None:
+    zarrckpt.save({**STATE, "model": {"w": W + 1, "b": torch.ones(3).bfloat16()}}, tmp_path / "b.zarr.zip")
+    url.write_bytes(two_contents(saved, (tmp_path / "b.zarr.zip").read_bytes()))
+    with zipfile.ZipFile(url) as archive:
+        assert archive.testzip() is None and archive.read("model/w/c.0.0")[:96] == (W + 1).numpy().tobytes()
+    with pytest.raises(CorruptCheckpointError):
+        zarrckpt.load({"model": {"w": torch.zeros(6, 4)}}, url, keys=["model.w"])
+
+
+@pytest.mark.parametrize("place", [6, 8, 14, 18, 22, 26, 30])
+def test_a_local_header_of_another_entry_is_refused(place: int, url: Path, saved: bytes) -> None:
+    """Flags, method, CRC-32, sizes, length of the name, name. Programs that unpack a stream use only this header."""
+    with zipfile.ZipFile(url) as archive:
+        begin = archive.getinfo("model/w/c.0.0").header_offset + place
+    url.write_bytes(saved[:begin] + bytes([saved[begin] ^ 1]) + saved[begin + 1 :])
+    with pytest.raises(CorruptCheckpointError, match=r"local header|overlaps"):
+        zarrckpt.open(url)["model.w"][...]
 
 
 # -- refusals
@@ -243,28 +313,45 @@ def twice(data: bytes) -> bytes:
     return join_directory(before, [*records, records[0]])
 
 
+def forged_zip64_end(data: bytes) -> bytes:
+    """Numbers of which Python's zipfile raises a struct.error or a ValueError."""
+    end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 3 << 8 | 45, 45, 0, 0, 1, 1, 2**63, 2**63)
+    end += struct.pack("<4sIQI", b"PK\6\7", 0, 0, 1)
+    return data + end + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, 2**32 - 1, 2**32 - 1, 0)
+
+
+def second_name(data: bytes) -> bytes:
+    """Info-ZIP's field with a Unicode name, which some programs use instead of the entry's name."""
+    before, records = split_directory(data)
+    name = records[0][46:]
+    extra = struct.pack("<2HBI", 0x7075, 5 + 5, 1, zlib.crc32(name)) + b"other"
+    records[0] = records[0][:30] + struct.pack("<H", len(extra)) + records[0][32:] + extra
+    return join_directory(before, records)
+
+
 NAMES = (b"/etc/passwd", b"../x", b"a/../b", b"./a", b"a//b", b"later/", b"a\\b", b"C:x", b"a\0b", b"\xff", b"")
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "prepended bytes": (lambda data: b"#!/bin/sh\n" + data, "describes"),
-    "appended bytes": (lambda data: data + b"\0", "no end record"),
-    "a cut file": (lambda data: data[:-1], "no end record"),
-    "an empty file": (lambda data: b"", "no end record"),
-    "a comment": (lambda data: data[:-2] + b"\2\0hi", "no end record"),
-    "a comment like an end record": (lambda data: data[:-2] + b"\x16\0" + data[-22:], "describes"),
+    "prepended bytes": (lambda data: b"#!/bin/sh\n" + data, "precede"),
     "a first entry elsewhere": (without(0), "precede"),
+    "appended bytes": (lambda data: data + b"\0", "appended"),
+    "a cut file": (lambda data: data[:-1], "cut"),
+    "an empty file": (lambda data: b"", "cut"),
     "an overlap": (patch(1, 42, bytes(4)), "overlaps"),
     "a size beyond the file": (patch(0, 20, b"\xf0\xff\xff\xff" * 2), "overlaps"),
-    "an entry twice": (twice, "used twice"),
+    "an entry twice": (twice, "overlaps"),
     "a compressed entry": (patch(0, 10, b"\x08\0"), "compressed"),
     "an encrypted entry": (patch(0, 8, b"\1\x08"), "encrypted"),
+    "a link": (patch(0, 40, b"\xff\xa1"), "link"),
     "sizes that differ": (patch(0, 20, b"\1\0\0\0"), "compressed"),
     "another disk": (patch(0, 34, b"\1\0"), "split"),
-    "no ZIP64 field": (patch(0, 42, b"\xff\xff\xff\xff"), "ZIP64"),
-    "too many entries": (count(1000), "cannot have"),
-    "an entry more": (count(1), "ends within an entry"),
-    "an entry less": (count(-1), "after the last entry"),
+    "no ZIP64 field": (patch(0, 42, b"\xff\xff\xff\xff"), "is damaged"),
+    "too many entries": (count(1000), "number of entries"),
+    "an entry more": (count(1), "number of entries"),
+    "an entry less": (count(-1), "number of entries"),
     "no root document": (without(-1), "zarr.json"),
-    **{f"the name {name!r}": (rename(name), "used twice, or is that of no file") for name in NAMES},
+    "a forged ZIP64 end": (forged_zip64_end, "cut"),
+    "a name in two encodings": (second_name, "UTF-8"),
+    **{f"the name {name!r}": (rename(name), "is damaged") for name in NAMES},
 }
 
 

@@ -6,9 +6,9 @@ ZARRCKPT_DAMAGES=3000 python -m pytest tests/read/test_damage.py
 
 One seed (``ZARRCKPT_SEED``) gives one sequence. A failure names the number of its damage.
 
-Two changes are not among the damages, because no stored byte could show them. One is the whole root document of an
-earlier save at the same url, which then is the committed one. The other is the claim of another save if the checkpoint
-has a tree that is not the canonical one.
+Three changes are not among the damages. No stored byte could show the whole root document of an earlier save at the
+same url, which then is the committed one, or the claim of another save if the checkpoint has a tree that is not the
+canonical one. A missing claim or marker is no damage, because only writers need them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ class Damager:
         return {key: data + self.random.choice((bytes(more), self.random.randbytes(more), data[:more], b" " * more))}
 
     def delete(self, subject: Subject, key: str) -> Changes:
-        return {key: None}
+        # Only writers need the claim and the marker.
+        return {} if key in _unsized(subject) - {ROOT} else {key: None}
 
     def swap(self, subject: Subject, key: str) -> Changes:
         """Swap with an object of the same size, if there is any."""

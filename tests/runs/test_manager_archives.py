@@ -187,3 +187,9 @@ def _begin_in_an_object_store() -> None:
 
 def test_ranks_cannot_save_archives_to_an_object_store() -> None:
     assert "format='folder'" in all_ranks_raise(zarrckpt.StorageError, _begin_in_an_object_store, world_size=2)
+
+
+def test_a_name_that_is_nearly_that_of_an_archive_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"x\.zip becomes a folder.*'\.zarr\.zip'"):
+        zarrckpt.save(state(1), tmp_path / "x.zip", options=OPTIONS)
+    assert zarrckpt.open(tmp_path / "x.zip").verify()

@@ -27,10 +27,12 @@ from zarrckpt._errors import (
     ObjectExistsError,
     StorageError,
     log,
+    warn,
 )
 from zarrckpt._format.documents import NODE, group_document
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root
+from zarrckpt._store._archive import SUFFIX
 from zarrckpt._store._failures import is_full
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int =
     pinned, ForeignObjectsError if the url is inside a checkpoint or has objects below it that this package did not
     write, CheckpointRemovedError if a removal has not ended.
     """
+    if store.url.lower().endswith(".zip") and not store.is_archive:
+        warn(f"{store.url} becomes a folder, because only a name that ends with {SUFFIX!r} is that of an archive")
     seen = read_listings(store, to_save=True)
     if seen.removal:
         raise CheckpointRemovedError(

@@ -23,6 +23,7 @@ from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root
 from zarrckpt._format.sealed import is_tree
 from zarrckpt._jobs import run_jobs
+from zarrckpt._store._base import is_system_file
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -102,7 +103,8 @@ def read_markers(
         marker = marker_of(root)
         markers.append(dataclasses.replace(marker, run_id=run_of(root.metadata)) if store.is_archive else marker)
     # A tree without a marker belongs to an attempt that was cleaned up: a repeated put arrived later.
-    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)} | ({RUN_GROUP} if beside_checkpoints else set())
+    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names), *filter(is_system_file, seen.names)}
+    known |= {RUN_GROUP} if beside_checkpoints else set()
     for marker in markers:
         known |= marker.top_names()
     foreign = seen.names - known
@@ -138,6 +140,8 @@ class UrlContents:
     markers: list[Marker]
     probes: list[str]
     """Keys of objects with which a store's conditional puts were tested."""
+    system_files: list[str]
+    """Keys of files that operating systems have added, at the url and in the group of its saves."""
     pins: list[str]
     """Keys of the pins of the checkpoint, or of an earlier one that is gone."""
     removal: bool = False
@@ -169,12 +173,15 @@ def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoin
         seen = _list_in_order(store, read_listings(store))
         root = parse_committed(store, seen.committed_document, allow_damaged=allow_damaged or seen.removal)
         markers = read_markers(store, root, seen, beside_checkpoints=beside_checkpoints and not seen.removal)
-        probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
+        group = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0]]
+        probes = [key for key in group if key.startswith(f"{RESERVED_GROUP}/{PROBE}")]
+        added = [*filter(is_system_file, (*group, *sorted(seen.names)))]
         root_bytes = None if seen.committed_document is None else seen.committed_document.data
         # A save that commits in between changes which of the attempts could still commit.
         again = get_versioned_if_stored(store, NODE)
         if root_bytes == (None if again is None else again.data):
-            return UrlContents(root_bytes, root, seen.claimed, markers, probes, list_pin_keys(store), seen.removal)
+            pins = list_pin_keys(store)
+            return UrlContents(root_bytes, root, seen.claimed, markers, probes, added, pins, seen.removal)
     raise StorageError(
         f"reading {store.url} failed: other saves committed during each of {_CONTENTS_TRIES} tries. Try again when "
         "they have ended"

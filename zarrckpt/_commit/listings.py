@@ -9,6 +9,7 @@ from zarrckpt._format.documents import NODE
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._store import Store
 from zarrckpt._store._archive import is_archive_name
+from zarrckpt._store._base import is_system_file
 from zarrckpt._store._zip import ZipStore
 
 RUN_KEY = f"{RUN_GROUP}/{NODE}"
@@ -46,7 +47,9 @@ def list_below(store: Store) -> FolderListing:
     names |= {name for name in (*folders, *filter(is_archive_name, objects)) if not name.startswith("@")}
     # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
-    return FolderListing(sorted(names - {_OF_FILESYSTEMS}), NODE in objects, has_save, RUN_GROUP in folders)
+    # Tools for copies keep an unfinished archive under a hidden name.
+    hidden = {name for name in names if is_system_file(name) or (is_archive_name(name) and name.startswith("."))}
+    return FolderListing(sorted(names - hidden - {_OF_FILESYSTEMS}), NODE in objects, has_save, RUN_GROUP in folders)
 
 
 def store_below(store: Store, name: str) -> tuple[Store, str]:

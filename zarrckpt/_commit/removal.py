@@ -25,6 +25,7 @@ from zarrckpt._errors import CheckpointError, ObjectExistsError, StorageError
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.root import RESERVED_GROUP
 from zarrckpt._jobs import run_jobs
+from zarrckpt._store._base import is_system_file
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -68,7 +69,7 @@ def remove_all(store: Store, found: UrlContents) -> int:
         objects += delete_attempts(store, found.markers, ended=ended, removal=record)
         pins = list_pin_keys(store)
         _check_record(store, record)
-        store.delete([*found.probes, *pins, CLAIM_KEY])
+        store.delete([*found.probes, *found.system_files, *pins, CLAIM_KEY])
         sweep_temporary_files(store)
         _check_record(store, record)
         # Last, because the record must exist as long as other objects are left.
@@ -193,13 +194,16 @@ def _list_named(store: Store, marker: Marker, tops: Iterable[str], spared: Seque
     # Parallel, because a flat state has a folder for each entry.
     reads = (partial(_list_named_below, store, marker, top, spared) for top in sorted(tops))
     keys = [key for listing in run_jobs(reads, store.max_concurrency) for key in listing]
-    return keys + [info.key for info in store.list(own) if is_table_key(info.key)]
+    return keys + [info.key for info in store.list(own) if is_table_key(info.key) or is_system_file(info.key)]
 
 
 def _list_named_below(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:
-    """Return the stored keys below one folder that a marker names but no marker in ``spared`` does."""
+    """Return the stored keys below one folder that a marker names but no marker in ``spared`` does.
+
+    With those of files that operating systems have added, so that no folder stays for them.
+    """
     stored = [info.key for info in store.list(top)]
-    keys = [key for key in stored if marker.names_key(key)]
+    keys = [key for key in stored if marker.names_key(key) or is_system_file(key)]
     # Keys of other checkpoints inside are left out: their root documents have the same name as documents of groups.
     inner = {key.partition(f"/{RESERVED_GROUP}/")[0] for key in stored if f"/{RESERVED_GROUP}/" in key}
     if inner:

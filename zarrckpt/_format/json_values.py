@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._format.hashes import MAX_EQUAL_HASHES, hashes_collide
 from zarrckpt._format.state_path import is_unicode
 
 MAX_DEPTH: Final = 32
@@ -50,9 +50,6 @@ MAX_LEVELS: Final = 128
 
 MAX_JSON_VALUE: Final = 64 * 1024
 """Maximum bytes of JSON of a value in the root document. A larger value becomes a blob."""
-
-MAX_EQUAL_HASHES: Final = 256
-"""Maximum number of items of a set, or keys of a dict, with the same hash. A lookup may compare all of them."""
 
 _FREE_CONTAINERS = 1 << 20
 _BYTES_PER_CONTAINER = 16
@@ -287,18 +284,6 @@ _SCALARS: Final[Mapping[str, Callable[[Any], object]]] = {
     "$float": _decode_float,
     "$complex": _decode_complex,
 }
-
-
-def hashes_collide(items: Collection[object]) -> bool:
-    """Whether more than :data:`MAX_EQUAL_HASHES` items have the same hash.
-
-    A set or dict of n such items takes n * n comparisons. Integers, tuples and complex numbers can be chosen to have
-    the same hash.
-    """
-    if len(items) <= MAX_EQUAL_HASHES:
-        return False
-    hashes = sorted(map(hash, items))
-    return any(map(operator.eq, hashes, hashes[MAX_EQUAL_HASHES:]))
 
 
 def _check_hashes(items: Sequence[object], tag: str) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from zarrckpt._errors import CorruptCheckpointError
-from zarrckpt._format.json_values import MAX_EQUAL_HASHES
+from zarrckpt._format.hashes import MAX_EQUAL_HASHES
 from zarrckpt._format.state_path import StatePath
 
 

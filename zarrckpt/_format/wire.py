@@ -33,6 +33,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format.hashes import hashes_collide
 
 T = TypeVar("T")
 
@@ -45,8 +46,6 @@ _MAX_LEVELS = 160
 _TREE_LENGTH = struct.Struct("<I")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DTYPE = re.compile(r"[<>|](?:b1|[iu][1248]|f[248])")
-_KEY_LIMIT = 2**31
-"""Upper bound for integer keys of a dict, because many large integers could be chosen to have the same hash."""
 _TREE_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
@@ -249,8 +248,8 @@ class _Reader:
 
 
 def _checked_keys(keys: list[Any]) -> list[Any]:
-    if int in map(type, keys) and not all(0 <= key < _KEY_LIMIT for key in keys if type(key) is int):
-        raise ValueError(f"found an integer key outside 0 to {_KEY_LIMIT - 1}")
+    if not set(map(type, keys)) <= {str, bytes} and hashes_collide(keys):
+        raise ValueError("found too many keys with the same hash")
     return keys
 
 
@@ -272,7 +271,7 @@ def type_check(hint: Any) -> Check:
     if origin in (Union, types.UnionType):
         return _either([*map(type_check, args)])
     if origin is Literal:
-        return frozenset(args).__contains__
+        return lambda value: any(type(value) is type(arg) and value == arg for arg in args)
     if origin is tuple:
         return _tuple_check(args)
     if origin in (list, Sequence, set, frozenset, AbstractSet):

@@ -94,6 +94,8 @@ class _Expected:
     fqn: str
     size: int | None
     check: Callable[[], FaultText]
+    optional: bool = False
+    """Whether only writers need it, so that it may be missing."""
 
 
 def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: Progress | None) -> VerifyReport:
@@ -209,6 +211,8 @@ class _Verification:
         size = listed.get(item.key)
         if size is not None and item.size in (None, size):
             return True
+        if size is None and item.optional:
+            return False
         reason = "it is missing" if size is None else f"it has {size} bytes, expected {item.size}"
         self.damages.append(Damage(item.key, item.fqn, reason))
         return False
@@ -235,8 +239,9 @@ class _Verification:
         root = self._catalog.root
         yield _Expected(NODE, "", None, self._check_root)
         if not self._store.is_archive:
-            yield _Expected(CLAIM_KEY, "", None, self._check_claim)
-            yield _Expected(marker_key(root.save_id), "", None, self._check_marker)
+            # An archive that was unpacked has neither.
+            yield _Expected(CLAIM_KEY, "", None, self._check_claim, optional=True)
+            yield _Expected(marker_key(root.save_id), "", None, self._check_marker, optional=True)
         for path in root.groups():
             yield self._exactly(join(path, NODE), "", dumps(group_document()))
         for fqn, node in self._arrays():

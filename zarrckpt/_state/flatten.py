@@ -11,6 +11,7 @@ import torch
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
+from zarrckpt._format.hashes import MAX_EQUAL_HASHES, hashes_collide
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, with_shared_nans
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.local_boxes import LocalBoxes
@@ -36,9 +37,9 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(with_shared_nans, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once: rename one")
-            if json_values.hashes_collide(value):
+            if hashes_collide(value):
                 raise UnsupportedValueError(
-                    f"{'.'.join(map(str, keys))!r} has more than {json_values.MAX_EQUAL_HASHES} keys with equal "
+                    f"{'.'.join(map(str, keys))!r} has more than {MAX_EQUAL_HASHES} keys with equal "
                     "hashes, and readers refuse that: use strings as keys"
                 )
             # A load fills the user's own state, so the type of the outermost dict does not matter.

@@ -76,6 +76,12 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_system_file(key: str) -> bool:
+    """Whether an object is one that operating systems add to folders, and that belongs to no checkpoint."""
+    name = key.rpartition("/")[2]
+    return name.startswith("._") or name in (".DS_Store", "Thumbs.db", "desktop.ini")
+
+
 def byte_views(buffers: Sequence[Buffer]) -> list[memoryview]:
     """Return the buffers as flat byte views without copying. Empty buffers are left out."""
     # An empty multi-dimensional view cannot be cast.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -19,6 +19,7 @@ from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
+from zarrckpt._store._url import split_query
 
 T = TypeVar("T")
 
@@ -42,12 +43,26 @@ class FsspecStore(ClientStore):
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
         super().__init__(redact_url(address), "", ConditionSupport(), _PLAIN_LOCK, secrets)
+        _, self._query = split_query(address)
+        if self._query:
+            # Otherwise the client encodes the query again, and a signature may no longer fit.
+            options = {"encoded": True, **options}
         self._filesystems = super().call("opening the store", lambda: Filesystems(address, options))
-        self._folder, self._traits = self._filesystems.root, self._filesystems.traits
+        self._traits = self._filesystems.traits
+        self._folder = split_query(self._filesystems.root)[0].rstrip("/")
         self.lists_all = not self._traits.http
         traits = self._traits
         creates, matches = None if traits.creates else False, None if traits.s3 else False
         self._conditions = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
+
+    def name(self, key: str) -> str:
+        if self._query:
+            # A "%" is that of the user's url, which is encoded.
+            return quote(super().name(key), safe="/:%") + self._query
+        return super().name(key)
+
+    def folder(self, prefix: str) -> str:
+        return super().name(prefix) if prefix else self._folder
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         whole = {"max_concurrency": 1} if self._traits.splits else {}
@@ -188,6 +203,11 @@ class FsspecStore(ClientStore):
             return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
+        if self._query and getattr(error, "status", None) == 403:
+            return (
+                "The server refuses the query of the url for this object. Most presigned urls are for one object: sign "
+                "the url of an archive (.zarr.zip), or use a signature for all objects below the folder"
+            )
         if isinstance(error, PermissionError):
             return "Check the credentials and their permissions"
         if isinstance(error, FileNotFoundError):

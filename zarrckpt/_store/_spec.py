@@ -13,7 +13,7 @@ from zarrckpt._store._archive import is_archive_name
 from zarrckpt._store._base import Store
 from zarrckpt._store._ready_stores import ReadyStore, describe_store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url, scrub
-from zarrckpt._store._url import has_protocol, join_url, normalize, parse, text_of
+from zarrckpt._store._url import has_protocol, join_url, normalize, parse, split_query, text_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -97,7 +97,7 @@ class StoreSpec:
     @property
     def is_archive(self) -> bool:
         """Whether the url is that of an archive, one file: it ends with ".zarr.zip"."""
-        return is_archive_name(self._address.rpartition("/")[2]) and not isinstance(self._store, Store)
+        return is_archive_name(split_query(self._address)[0].rpartition("/")[2]) and not isinstance(self._store, Store)
 
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
         """Return a recipe with the same options and another url (or another path in the ready store)."""
@@ -176,7 +176,8 @@ class StoreSpec:
                 f"{self.url} lives in the memory of another process (id {self._pid}): use a path or a url that both "
                 "processes can reach"
             )
-        above, _, name = self._address.rpartition("/")
+        address, query = split_query(self._address)
+        above, _, name = address.rpartition("/")
         if any(map(is_archive_name, above.split("/"))):
             raise StorageError(
                 f"{self.url} lies inside an archive, since a name that ends with '.zarr.zip' is that of one file: use "
@@ -187,7 +188,7 @@ class StoreSpec:
 
             # The root of a filesystem, or of a url without a host.
             above += "/" if not above or above.endswith("/") else ""
-            return ZipStore(self._moved(above if self._store is None else above.strip("/")).open(), name)
+            return ZipStore(self._moved(above + query if self._store is None else above.strip("/")).open(), name)
         if isinstance(self._store, Store):
             if self._address:
                 kind = type(self._store).__name__

@@ -116,10 +116,21 @@ def is_chain(url: str) -> bool:
 
 def join_url(url: str | os.PathLike[str], name: str) -> str:
     """Return the url or path of ``name`` (one or more path components) below ``url``."""
-    base, tail = normalize(url), name.strip("/")
+    (base, query), tail = split_query(normalize(url)), name.strip("/")
     if not tail:
-        return base
-    return f"{base}{tail}" if base.endswith("/") else f"{base}/{tail}"
+        return f"{base}{query}"
+    return f"{base}{'' if base.endswith('/') else '/'}{tail}{query}"
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """Return a url without its query, and the query with its "?", which signs the requests of a presigned url.
+
+    Only web addresses have one. In other urls "?" is a part of a name.
+    """
+    if not url.lower().startswith(("http://", "https://")):
+        return url, ""
+    base, mark, query = url.partition("?")
+    return base, f"{mark}{query}"
 
 
 def check_endpoint(text: str) -> None:

@@ -7,11 +7,13 @@ unfinished archive of a save is there too, beside its marker.
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
@@ -25,11 +27,13 @@ from zarrckpt._store._base import (
     Store,
     VersionedObject,
     byte_views,
+    is_system_file,
     version_of,
 )
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
+from zarrckpt._store._url import split_query
 from zarrckpt._store._zip_format import ROOT, ZipEntry
 from zarrckpt._store._zip_local import LocalArchive, LocalPart
 from zarrckpt._store._zip_streamed import StreamedArchive
@@ -48,17 +52,89 @@ class _Index:
     """The entries of an archive, and the bytes at its end."""
 
     def __init__(self, parent: Store, name: str, url: str) -> None:
-        size = parent.size(name)
-        begin = max(0, size - _TAIL_BYTES)
-        self.tail = parent.read(name, begin, size - begin)
-        self.tail_offset = begin
-        directory = records.parse_end(bytes(self.tail[-records.END_BYTES :]), size, url)
-        if directory.offset >= begin:
-            data = self.tail[directory.offset - begin :][: directory.size]
-        else:
-            data = parent.read(name, directory.offset, directory.size)
-        self.entries = records.parse_directory(data, directory, url)
-        self.directory = directory
+        self._parent, self._name, self._url = parent, name, url
+        self.size = parent.size(name)
+        self._tail_offset = max(0, self.size - _TAIL_BYTES)
+        self._tail = parent.read(name, self._tail_offset, self.size - self._tail_offset)
+        found = records.read_directory(cast(IO[bytes], _IndexFile(self)), url)
+        self.entries, self._ends, self.directory_offset, self.comment = found
+        self.is_own: dict[str, bool] = {}
+        """Whether the local header of an entry is the one that this package writes, by key, once it was compared."""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the archive from an offset on. One request, or none for those at the end."""
+        if offset >= self._tail_offset:
+            return self._tail[offset - self._tail_offset :][:nbytes]
+        return self._parent.read(self._name, offset, nbytes)
+
+    def header_bytes(self, key: str, nbytes: int) -> int:
+        """Return the size of the local header if it is to be read with ``nbytes`` of an entry, otherwise 0."""
+        entry = self.entries[key]
+        is_new = key not in self.is_own and entry.data_offset + nbytes <= self._ends[key]
+        return entry.data_offset - entry.header_offset if is_new else 0
+
+    def accept(self, key: str, header: Buffer) -> bool:
+        """Whether a local header is the one that this package writes, so that the data are where it puts them."""
+        entry = self.entries[key]
+        if header != records.encode_header(key, entry) or entry.data_offset + entry.size > self._ends[key]:
+            return False
+        self.is_own[key] = True
+        return True
+
+    def locate(self, key: str) -> ZipEntry:
+        """Return an entry with the offset of its data. At the first call for an entry, it reads the local header.
+
+        Raises CorruptCheckpointError if the header differs from the central directory.
+        """
+        entry = self.entries[key]
+        if key not in self.is_own:
+            header_bytes = self.header_bytes(key, 0)
+            if not (header_bytes and self.accept(key, self.read(entry.header_offset, header_bytes))):
+                begin = records.find_data(key, entry, self._ends[key], self.read, self._url)
+                self.entries[key] = entry = entry._replace(data_offset=begin)
+                self.is_own[key] = False
+        return entry
+
+    def read_entry(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
+        """Return bytes of an entry. One request, with the local header if the bytes are the first and it is new."""
+        if not byte_offset and (header_bytes := self.header_bytes(key, nbytes)):
+            stored = self.read(self.entries[key].header_offset, header_bytes + nbytes)
+            if self.accept(key, stored[:header_bytes]):
+                return stored[header_bytes:]
+        return self.read(self.locate(key).data_offset + byte_offset, nbytes)
+
+
+class _IndexFile(io.RawIOBase):
+    """The bytes of an archive as a file, from which :mod:`zipfile` reads the directory."""
+
+    def __init__(self, index: _Index) -> None:
+        self._index = index
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._index.size}[whence]
+        if begin + offset < 0:
+            raise OSError("a seek to before the begin of the archive")
+        self._position = begin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._index.size - self._position)
+        nbytes = left if size is None or size < 0 else min(left, size)
+        if nbytes > records.MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"a central directory of {nbytes:,} bytes")
+        data = bytes(self._index.read(self._position, nbytes)) if nbytes else b""
+        self._position += len(data)
+        return data
 
 
 class _OpenFile:
@@ -75,7 +151,8 @@ class ZipStore(Store):
     is_archive = True
 
     def __init__(self, parent: Store, name: str) -> None:
-        self.url = f"{parent.url.rstrip('/')}/{name}"
+        above, query = split_query(parent.url)
+        self.url = f"{above.rstrip('/')}/{name}{query}"
         self.is_local = parent.is_local
         self.lists_all = True
         self.secrets = parent.secrets
@@ -84,7 +161,7 @@ class ZipStore(Store):
         self._name = name
         self._index: _Index | None = None
         self._checks: dict[str, tuple[bool, int, int]] | None = None
-        """During a check, by key: whether the local header is right, the CRC-32 of the first bytes, their number."""
+        """During a check, by key: :attr:`_Index.is_own`, the CRC-32 of the first bytes that were read, their number."""
         self._opened: _OpenFile | None = None
         self._places: Places = {}
         self._part: LocalPart | StreamedArchive | None = None
@@ -190,29 +267,28 @@ class ZipStore(Store):
             return self._parent.read(self._beside(key), byte_offset, nbytes)
         index, entry = found
         self._check_range(key, entry, byte_offset, nbytes)
-        checks = self._checks
-        header_bytes = 0 if checks is None or byte_offset else entry.data_offset - entry.header_offset
-        begin, nbytes = entry.data_offset + byte_offset - header_bytes, header_bytes + nbytes
-        if begin >= index.tail_offset:
-            data = index.tail[begin - index.tail_offset :][:nbytes]
-        else:
-            data = self._parent.read(self._name, begin, nbytes)
-        header, data = data[:header_bytes], data[header_bytes:]
-        if checks is not None:
-            is_right, crc, end = checks.get(key) or (header == records.encode_header(key, entry), 0, 0)
+        data = index.read_entry(key, byte_offset, nbytes)
+        if self._checks is not None:
+            _, crc, end = self._checks.get(key, (False, 0, 0))
             if end == byte_offset:
-                checks[key] = is_right, records.add_crc32([data], crc), end + len(data)
+                self._checks[key] = index.is_own[key], records.add_crc32([data], crc), end + len(data)
         return data
 
     def reader(self, key: str) -> AbstractContextManager[Reader]:
         found = self._find(key)
         if found is None:
             return self._parent.reader(self._beside(key))
-        entry, opened = found[1], self._opened or _OpenFile(self._parent, self._name)
+        (index, entry), opened = found, self._opened or _OpenFile(self._parent, self._name)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
-            self._check_range(key, entry, byte_offset, sum(map(len, buffers)))
-            opened.read(entry.data_offset + byte_offset, buffers)
+            nbytes = sum(map(len, buffers))
+            self._check_range(key, entry, byte_offset, nbytes)
+            if not byte_offset and (header_bytes := index.header_bytes(key, nbytes)):
+                header = bytearray(header_bytes)
+                opened.read(entry.header_offset, [memoryview(header), *buffers])
+                if index.accept(key, header):
+                    return
+            opened.read(index.locate(key).data_offset + byte_offset, buffers)
 
         return nullcontext(read)
 
@@ -237,7 +313,8 @@ class ZipStore(Store):
             if key.startswith(below):
                 keys.add(key)
                 yield ObjectInfo(key, entry.size)
-        if not prefix or f"{prefix}/".startswith(f"{GROUP}/"):
+        # Web servers have no saves and pins.
+        if self._parent.lists_all and (not prefix or f"{prefix}/".startswith(f"{GROUP}/")):
             beside = self._beside(prefix or GROUP)
             for info in self._parent.list(beside):
                 key = info.key.removeprefix(f"@{self._name}/")
@@ -249,7 +326,7 @@ class ZipStore(Store):
         rest = [key.removeprefix(below) for key in self._fresh_entries() if key.startswith(below)]
         objects = {name for name in rest if "/" not in name}
         folders = {name.partition("/")[0] for name in rest if "/" in name}
-        if not prefix or below.startswith(f"{GROUP}/"):
+        if self._parent.lists_all and (not prefix or below.startswith(f"{GROUP}/")):
             more = self._parent.list_dir(self._beside(prefix))
             objects, folders = objects.union(more[0]), folders.union(more[1])
         return sorted(objects), sorted(folders)
@@ -270,17 +347,19 @@ class ZipStore(Store):
     def record_faults(self, keys: Collection[str]) -> Iterator[tuple[str, str]]:
         checks, self._checks = self._checks or {}, None
         index = self._index or self._read_index()
-        stored = self._parent.read(self._name, index.directory.offset, index.directory.size)
-        is_own = stored == records.encode_directory(index.entries, index.directory.offset)[: len(stored)]
-        if not is_own:
-            fault = "its central directory is damaged, or another program packed the archive again"
+        stored = index.read(index.directory_offset, index.size - index.directory_offset)
+        own = records.encode_directory(index.entries, index.directory_offset)[:-2]
+        # Archives of other programs have other records, in all entries. A comment is no fault.
+        is_own = any(check[0] for check in checks.values())
+        if is_own and stored != own + len(index.comment).to_bytes(2, "little") + index.comment:
+            fault = "its central directory is damaged, or another program has changed the archive"
             yield "", f"{fault}. If there is no other damage, zarrckpt cp makes an archive without it"
         for key, entry in index.entries.items():
-            header_is_right, crc, nbytes = checks.get(key, (True, entry.crc, entry.size))
-            if key not in keys:
+            header_is_own, crc, nbytes = checks.get(key, (True, entry.crc, entry.size))
+            if key not in keys and not is_system_file(key):
                 yield key, "it is not an object of the checkpoint"
-            elif is_own and not header_is_right:
-                yield key, "its local header differs from the central directory"
+            elif is_own and not header_is_own:
+                yield key, "its local header differs from the one that was written"
             elif nbytes == entry.size and crc != entry.crc:
                 yield key, "its CRC-32 in the central directory is not that of its bytes"
 

@@ -1,4 +1,4 @@
-"""The records of a ZIP archive with stored entries: encode them, and parse them with checks. No I/O.
+"""The records of a ZIP archive with stored entries: encode them, and check those that are read.
 
 An archive has the entries one after the other, without gaps, then the central directory. Each entry is a local header,
 an extra field that aligns the data to 64 bytes, and the data. ``docs/reference/format.md`` describes it.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, NamedTuple
 
 from isal.isal_zlib import crc32
 
@@ -21,9 +22,6 @@ ALIGNMENT = 64
 
 ROOT = "zarr.json"
 """The key of the root document."""
-
-END_BYTES = 22 + 20 + 56
-"""Maximum size in bytes of the records after the central directory."""
 
 HEADER_BYTES = 30
 """Size in bytes of a local header without its name."""
@@ -38,9 +36,12 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _FIELD = struct.Struct("<2H")
 
-_ALIGNING, _ZIP64 = 0xD935, 1
-"""Ids of extra fields: padding, as Android's zipalign writes it, and sizes and offsets of 8 bytes."""
-_UTF8 = 1 << 11
+_ALIGNING, _ZIP64, _UNICODE_NAME = 0xD935, 1, 0x7075
+"""Ids of extra fields: padding, as Android's zipalign writes it, sizes and offsets of 8 bytes, and Info-ZIP's names."""
+_UTF8, _STREAMED = 1 << 11, 1 << 3
+_PLAIN_FLAGS = _UTF8 | _STREAMED | 0b110
+"""Flags of entries that are not encrypted: names in UTF-8, numbers behind the data, levels of compression."""
+_REGULAR, _FOLDER = 0o100000, 0o040000
 _FIRST_DAY = 0x21
 """1980-01-01, the first date that a ZIP archive can store."""
 _UNIX, _PLAIN_FILE = 3 << 8, 0o100644 << 16
@@ -60,12 +61,10 @@ class ZipEntry(NamedTuple):
     data_offset: int
 
 
-class Directory(NamedTuple):
-    """The position of a central directory in the file, in bytes, and its number of entries."""
+_FAULTS = (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError, MemoryError)
+"""The errors of :mod:`zipfile` if an archive is damaged."""
 
-    offset: int
-    size: int
-    entries: int
+_UNPACK = "Unpack it with unzip, and open the folder"
 
 
 def add_crc32(buffers: Iterable[Buffer], before: int = 0) -> int:
@@ -114,20 +113,14 @@ def encode_directory(entries: Mapping[str, ZipEntry], offset: int) -> bytes:
         fields = (_UNIX | version, version, _UTF8, 0, 0, _FIRST_DAY, entry.crc, size, size, len(stored), len(extra))
         records += [_CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, _PLAIN_FILE, at), stored, extra]
     directory = b"".join(records)
-    if len(directory) > MAX_DIRECTORY_BYTES:
-        raise StorageError(f"an archive cannot have {len(entries):,} entries. Save to a folder, or in larger chunks")
-    return directory + encode_end(Directory(offset, len(directory), len(entries)))
-
-
-def encode_end(directory: Directory) -> bytes:
-    """Return the records after a central directory."""
-    offset, size, count = directory
-    end = b""
+    size, count, end = len(directory), len(entries), b""
+    if size > MAX_DIRECTORY_BYTES:
+        raise StorageError(f"an archive cannot have {count:,} entries. Save to a folder, or in larger chunks")
     if count >= _MAX16 or max(size, offset) > _LIMIT_OF_32_BITS:
         end = _END64.pack(b"PK\6\6", _END64.size - 12, _UNIX | 45, 45, 0, 0, count, count, size, offset)
         end += _LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
     count, size, offset = min(count, _MAX16), min(size, _MAX32), min(offset, _MAX32)
-    return end + _END.pack(b"PK\5\6", 0, 0, count, count, size, offset, 0)
+    return directory + end + _END.pack(b"PK\5\6", 0, 0, count, count, size, offset, 0)
 
 
 def is_own_header(data: Buffer) -> bool:
@@ -140,97 +133,91 @@ def is_own_header(data: Buffer) -> bool:
     return aligned and version in (20, 45) and fields == (b"PK\3\4", _UTF8, 0, 0, _FIRST_DAY)
 
 
-def parse_end(tail: bytes, file_bytes: int, url: str) -> Directory:
-    """Return the position of the central directory. ``tail`` has the last bytes of a file of ``file_bytes``."""
-    if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size):
-        if tail.rstrip().lower().endswith(b"</html>"):
-            raise damage(url, "it is a web page. Check the url, and whether the server needs a login")
-        raise damage(url, "its last 22 bytes are no end record of a ZIP archive: it was cut, or bytes were appended")
-    disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])[1:]
-    end = _END.size
-    if count == _MAX16 or size == _MAX32 or offset == _MAX32:
-        end = END_BYTES
-        record = tail[-end : -_END.size - _LOCATOR.size]
-        if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
-            raise damage(url, "its ZIP64 end record is missing")
-        disk, first_disk, here, count, size, offset = _END64.unpack(record)[4:]
-    found = Directory(offset, size, count)
-    if tail[-end:] != encode_end(found) or disk or first_disk or here != count or comment:
-        raise damage(url, "its end records do not agree with each other, or have a comment")
-    if offset + size + end != file_bytes:
-        raise damage(url, f"it has {file_bytes:,} bytes, but its end record describes {offset + size + end:,}")
-    if size > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > size:
-        raise damage(url, f"its central directory cannot have {count:,} entries in {size:,} bytes")
-    return found
+def read_directory(file: IO[bytes], url: str) -> tuple[dict[str, ZipEntry], dict[str, int], int, bytes]:
+    """Return the entries by name, the end of the bytes of each, the offset of the directory, and the comment.
 
-
-def parse_directory(data: Buffer, directory: Directory, url: str) -> dict[str, ZipEntry]:
-    """Return the entries of a central directory by name, in the order of their offsets.
-
+    :mod:`zipfile` reads the directory, so that an archive has one content for both. Entries are in the order of their
+    offsets, without those of folders. Their data offsets are those that this package writes: see :func:`find_data`.
     Raises CorruptCheckpointError unless the entries are stored (not compressed), have distinct and relative names, and
-    fill the file from its beginning to the directory without overlaps.
+    do not overlap.
     """
-    records: list[tuple[int, str, int, int, int]] = []
-    names: set[str] = set()
-    position = 0
-    for _ in range(directory.entries):
-        if position + _CENTRAL.size > len(data):
-            raise damage(url, "its central directory ends within an entry")
-        fields = _CENTRAL.unpack_from(data, position)
-        signature, _, _, flags, method, _, _, crc, stored_size, size = fields[:10]
-        name_bytes, extra_bytes, comment_bytes, disk, _, _, header_offset = fields[10:]
-        begin = position + _CENTRAL.size
-        position = begin + name_bytes + extra_bytes + comment_bytes
-        if signature != b"PK\1\2" or position > len(data):
-            raise damage(url, "its central directory has a damaged entry")
-        name = _parse_name(bytes(data[begin : begin + name_bytes]), names, url)
-        if _MAX32 in (size, stored_size, header_offset):
-            extra = bytes(data[begin + name_bytes : begin + name_bytes + extra_bytes])
-            size, stored_size, header_offset = _widen(extra, (size, stored_size, header_offset), name, url)
-        if method or stored_size != size or flags & ~_UTF8 or disk:
-            raise damage(url, f"its entry {name!r} is compressed, encrypted or split", "Unpack it and open the folder")
-        records.append((header_offset, name, crc, size, name_bytes))
-    if position != len(data):
-        raise damage(url, "its central directory has bytes after the last entry")
-    return _place_all(records, directory.offset, url)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos, begin, comment = archive.infolist(), archive.start_dir, archive.comment
+        file.seek(-_END.size - len(comment), 2)
+        signature, *numbers = _END.unpack(file.read(_END.size))
+        # Other programs believe these numbers, and take the end record for the last bytes of the file.
+        if signature != b"PK\5\6" or numbers[:4] != [0, 0, *[min(len(infos), _MAX16)] * 2]:
+            raise zipfile.BadZipFile("bytes were appended, or the end record has another number of entries")
+    except _FAULTS as error:
+        file.seek(-min(100, file.seek(0, 2)), 2)
+        if file.read().rstrip().lower().endswith(b"</html>"):
+            raise damage(url, "it is a web page. Check the url, and whether the server needs a login") from error
+        raise damage(url, f"it has no directory of a ZIP archive at its end, or it was cut ({error})") from error
+    infos.sort(key=lambda info: info.header_offset)
+    if infos and infos[0].header_offset:
+        raise damage(url, f"{infos[0].header_offset:,} bytes precede its first entry")
+    entries: dict[str, ZipEntry] = {}
+    ends: dict[str, int] = {}
+    for info, end in zip(infos, [*(info.header_offset for info in infos[1:]), begin], strict=False):
+        _check_entry(info, end, url)
+        name, size, offset = info.filename, info.file_size, info.header_offset
+        if name in entries:
+            raise damage(url, f"its entry {name!r} exists twice", _UNPACK)
+        if not info.is_dir():
+            entries[name] = ZipEntry(info.CRC, size, offset, data_offset(name, size, offset))
+            ends[name] = end
+    return entries, ends, begin, comment
 
 
-def _parse_name(stored: bytes, names: set[str], url: str) -> str:
-    name = stored.decode(errors="ignore")
-    if name.encode() != stored or name in names or not _NAME.fullmatch(name):
-        fault = f"its entry {stored!r:.200} has a name that is used twice, or is that of no file below a folder"
-        raise damage(url, fault, "Unpack it and open the folder")
-    names.add(name)
-    return name
+def _check_entry(info: zipfile.ZipInfo, end: int, url: str) -> None:
+    """Raise CorruptCheckpointError for an entry that this package cannot read, or that programs read differently."""
+    name, kind = info.filename, info.external_attr >> 16 & 0o170000
+    if info.orig_filename != name or not _NAME.fullmatch(name.removesuffix("/")) or (info.is_dir() and info.file_size):
+        raise damage(url, f"its entry {info.orig_filename!r:.200} has the name of no file below a folder", _UNPACK)
+    if (not name.isascii() and not info.flag_bits & _UTF8) or _has_other_name(info.extra):
+        raise damage(url, f"its entry {name!r} has a name that is not in UTF-8", f"{_UNPACK}, or use zip -UN=UTF8")
+    if info.compress_type or info.compress_size != info.file_size:
+        raise damage(url, f"its entry {name!r} is compressed", f"{_UNPACK}, or pack it without compression (zip -0 -r)")
+    if info.flag_bits & ~_PLAIN_FLAGS or info.volume or kind not in (0, _FOLDER if info.is_dir() else _REGULAR):
+        raise damage(url, f"its entry {name!r} is encrypted, split or a link", _UNPACK)
+    if not 0 <= info.header_offset <= end - _LOCAL.size - len(name.encode()) - info.file_size:
+        raise damage(url, f"its entry {name!r} overlaps another one")
 
 
-def _widen(extra: bytes, numbers: tuple[int, int, int], name: str, url: str) -> list[int]:
-    """Return the size, stored size and offset of an entry, with numbers of 8 bytes from its ZIP64 field."""
-    fields: dict[int, bytes] = {}
+def find_data(name: str, entry: ZipEntry, end: int, read: Callable[[int, int], Buffer], url: str) -> int:
+    """Return the offset of an entry's data, from its local header.
+
+    ``read`` returns bytes of the archive from an offset on. Raises CorruptCheckpointError if the header is that of
+    another entry, so that other programs would read something else.
+    """
+    stored, offset = name.encode(), entry.header_offset
+    fixed = bytes(read(offset, _LOCAL.size))
+    signature, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
+    begin: int = offset + _LOCAL.size + name_bytes + extra_bytes
+    if begin + entry.size > end:
+        raise damage(url, f"its entry {name!r} overlaps another one")
+    rest = bytes(read(offset + _LOCAL.size, name_bytes + extra_bytes))
+    found, extra = rest[:name_bytes], rest[name_bytes:]
+    if size == packed == _MAX32:
+        wide = extra[extra.find(_FIELD.pack(_ZIP64, 16)) + _FIELD.size :][:16]
+        packed, size = struct.unpack("<2Q", wide) if len(wide) == 16 else (-1, -1)
+    # The numbers of a streamed entry are behind its data.
+    is_right = (crc, packed, size) == (entry.crc, entry.size, entry.size) or flags & _STREAMED
+    is_plain = signature == b"PK\3\4" and not method and not flags & ~_PLAIN_FLAGS
+    if not is_right or not is_plain or found != stored or _has_other_name(extra):
+        raise damage(url, f"the local header of its entry {name!r} differs from the central directory")
+    return begin
+
+
+def _has_other_name(extra: bytes) -> bool:
+    """Whether extra fields contain a name, which some programs use instead of the entry's own."""
     while len(extra) >= _FIELD.size:
         kind, nbytes = _FIELD.unpack_from(extra)
-        fields[kind], extra = extra[_FIELD.size : _FIELD.size + nbytes], extra[_FIELD.size + nbytes :]
-    wide = fields.get(_ZIP64, b"")
-    found = [int.from_bytes(wide[at : at + 8], "little") for at in range(0, len(wide) - 7, 8)]
-    if sum(number == _MAX32 for number in numbers) > len(found):
-        raise damage(url, f"its entry {name!r} lacks a ZIP64 field")
-    return [found.pop(0) if number == _MAX32 else number for number in numbers]
-
-
-def _place_all(records: list[tuple[int, str, int, int, int]], end: int, url: str) -> dict[str, ZipEntry]:
-    """Return the entries with the offsets of their data: each ends where the header of the next one begins."""
-    records.sort()
-    if records and records[0][0] != 0:
-        raise damage(url, f"{records[0][0]:,} bytes precede its first entry")
-    entries: dict[str, ZipEntry] = {}
-    ends = [record[0] for record in records[1:]] + [end]
-    for (header_offset, name, crc, size, name_bytes), next_offset in zip(records, ends, strict=True):
-        data_offset = next_offset - size
-        header = data_offset - header_offset - _LOCAL.size - name_bytes
-        if not 0 <= header <= _MAX16:
-            raise damage(url, f"its entry {name!r} overlaps another one, or there are bytes between the entries")
-        entries[name] = ZipEntry(crc, size, header_offset, data_offset)
-    return entries
+        if kind == _UNICODE_NAME:
+            return True
+        extra = extra[_FIELD.size + nbytes :]
+    return False
 
 
 def damage(url: str, fault: str, step: str = "Load an earlier checkpoint") -> CorruptCheckpointError:
