@@ -123,11 +123,15 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
+    from zarrckpt._store import StoreSpec
+
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
     ckpt = open_checkpoint(source, storage_options).select(*include, exclude=exclude)
-    with warnings_as_lines(), progress_bar("copying") as bar, name_target_option():
+    with name_target_option():
+        StoreSpec(target, target_options).open()  # checks the options
+    with warnings_as_lines(), progress_bar("copying") as bar:
         report = zarrckpt.copy(ckpt, target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
