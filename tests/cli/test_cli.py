@@ -232,7 +232,8 @@ def test_the_error_for_files_of_other_libraries_names_import(tmp_path: Path, mon
     zarrckpt.to_torch_save(tmp_path / "one", tmp_path / "x.pt")
     zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp")
     for place in (file, tmp_path / "folder", tmp_path / "x.pt", tmp_path / "dcp"):
-        for command in (("ls", place), ("export", place, tmp_path / "out")):
+        others = (["cp", place, tmp_path / "out"], ["diff", tmp_path / "one", place], ["verify", place])
+        for command in (("ls", place), ("export", place, tmp_path / "out"), *others):
             found = run(*command)
             assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
     # A url never means the local path of its name.

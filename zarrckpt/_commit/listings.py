@@ -24,12 +24,17 @@ class FolderListing:
 
     folders: list[str]
     """The names of the folders and archives that may be checkpoints or runs, sorted."""
-    has_root: bool
-    """Whether a root document exists, of a checkpoint or of another program."""
+    objects: list[str]
+    """The names of the objects, sorted."""
     has_save: bool
     """Whether documents of a save exist, so that the folder is a checkpoint, or a save to it has begun."""
     is_run: bool
     """Whether the document of a run exists."""
+
+    @property
+    def has_root(self) -> bool:
+        """Whether a root document exists, of a checkpoint or of another program."""
+        return NODE in self.objects
 
 
 def list_below(store: Store) -> FolderListing:
@@ -46,7 +51,7 @@ def list_below(store: Store) -> FolderListing:
     names |= {name for name in (*folders, *filter(is_archive_name, objects)) if not name.startswith("@")}
     # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
-    return FolderListing(sorted(names - {_OF_FILESYSTEMS}), NODE in objects, has_save, RUN_GROUP in folders)
+    return FolderListing(sorted(names - {_OF_FILESYSTEMS}), objects, has_save, RUN_GROUP in folders)
 
 
 def store_below(store: Store, name: str) -> tuple[Store, str]:

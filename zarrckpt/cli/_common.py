@@ -8,13 +8,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import zarrckpt
-from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, StorageError, one_line
+from zarrckpt._errors import StorageError, one_line
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -80,8 +79,7 @@ _HEADER = "zarrckpt.header"
 
 def open_checkpoint(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
     """Open the checkpoint at a url, or its entries that match the patterns."""
-    with import_hints(url):
-        ckpt = zarrckpt.open(url, storage_options=storage_options)
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
     selected = tuple(patterns)
     return ckpt.select(*selected) if selected else ckpt
 
@@ -105,32 +103,6 @@ def name_target_option() -> Iterator[None]:
         if "storage_options" not in str(err):
             raise
         raise type(err)(str(err).replace("storage_options", "--target-option")) from err
-
-
-@contextmanager
-def import_hints(url: str) -> Iterator[None]:
-    """Add a hint to the error if the url has other libraries' files instead of a checkpoint."""
-    try:
-        yield
-    except (CheckpointNotFoundError, ForeignObjectsError) as err:
-        if text := _files_of_others(url):
-            raise type(err)(f"{err}. {text}: `zarrckpt import {url} URL` saves it as a checkpoint") from err
-        raise
-
-
-def _files_of_others(url: str) -> str:
-    """Describe the files of other libraries at a local path in a text, or return "" for none and for other urls."""
-    from zarrckpt._store._url import parse
-
-    if (found := parse(url)).kind != "local":
-        return ""
-    path = Path(found.path)
-    if path.is_file():
-        kinds = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin"), "PyTorch")}
-        return f"It is a {kinds[path.suffix]} file" if path.suffix in kinds else ""
-    if (path / ".metadata").is_file():
-        return "It is a folder of torch.distributed.checkpoint"
-    return "It is a folder of safetensors files" if any(path.glob("*.safetensors")) else ""
 
 
 def print_line(text: str, **more: Any) -> None:

@@ -13,7 +13,6 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
     header_option,
-    import_hints,
     open_checkpoint,
     print_json,
     print_line,
@@ -70,8 +69,7 @@ def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
     """
     from zarrckpt._ops.recover import examine
 
-    with import_hints(url):
-        found = examine(url, storage_options=storage_options)
+    found = examine(url, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:

@@ -11,7 +11,6 @@ import click
 import zarrckpt
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
-    import_hints,
     portable_option,
     print_json,
     print_line,
@@ -87,8 +86,7 @@ def export_command(
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     if dtypes and kind != "safetensors":
         raise click.UsageError("--dtype is only for safetensors: export a copy that zarrckpt cp --dtype made")
-    with import_hints(url):
-        ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
+    ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
     with progress_bar("exporting") as progress:
