@@ -614,8 +614,7 @@ def test_wrong_names_and_urls_suggest_right_ones(saved: Path) -> None:
     assert found.exit_code == 3 and message in found.stderr
     for unknown, message in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
         assert message in run("ls", unknown).stderr
-    for command in ("tree", "doctor"):
-        assert f"the newest is {saved}" in run(command, saved.parent).stderr
+    assert f"the newest is {saved}" in run("tree", saved.parent).stderr
 
 
 def test_an_option_of_the_wrong_store_is_named_as_typed(saved: Path) -> None:
