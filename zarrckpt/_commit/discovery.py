@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zarrckpt._commit.foreign_files import describe_files, names_text
-from zarrckpt._commit.listings import FolderListing, list_below, store_below
+from zarrckpt._commit.listings import FolderContents, list_below, store_below
 from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._commit.stored_documents import list_attempt_ids, parse_root_document, read_marker
 from zarrckpt._errors import (
@@ -195,7 +195,7 @@ def _last_number(name: str) -> int:
     return number_in(name) or 0
 
 
-def _describe_contents(store: Store, listed: FolderListing | None = None) -> str:
+def _describe_contents(store: Store, listed: FolderContents | None = None) -> str:
     """Describe the checkpoints below a url, or other libraries' files there, with the next step. "" if there are none.
 
     One listing unless it is passed, and one request for each folder.

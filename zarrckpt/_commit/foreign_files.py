@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zarrckpt._commit.listings import FolderListing
+from zarrckpt._commit.listings import FolderContents
 from zarrckpt._errors import one_line
 from zarrckpt._format.documents import join
 from zarrckpt._store._archive import SUFFIX
@@ -22,7 +22,7 @@ _SAFETENSORS = ".safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 
 
-def describe_files(store: Store, listed: FolderListing) -> str:
+def describe_files(store: Store, listed: FolderContents) -> str:
     """Return the kind of other libraries' files at a url, and the next step. "" if none are recognised.
 
     One request, for the first bytes of an object that has the url as its name, if the listing is empty.

@@ -19,8 +19,8 @@ _OF_FILESYSTEMS = "lost+found"
 
 
 @dataclass(frozen=True)
-class FolderListing:
-    """The content of a folder that may have checkpoints, or be a checkpoint."""
+class FolderContents:
+    """The names in a folder that may have checkpoints, or be a checkpoint."""
 
     folders: list[str]
     """The names of the folders and archives that may be checkpoints or runs, sorted."""
@@ -37,7 +37,7 @@ class FolderListing:
         return NODE in self.objects
 
 
-def list_below(store: Store) -> FolderListing:
+def list_below(store: Store) -> FolderContents:
     """List the folder of a url. All searches for checkpoints below a url use this function.
 
     One listing, and one more request if it is empty or has documents of a save. Raises StorageError if the listing is
@@ -51,7 +51,7 @@ def list_below(store: Store) -> FolderListing:
     names |= {name for name in (*folders, *filter(is_archive_name, objects)) if not name.startswith("@")}
     # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
-    return FolderListing(sorted(names - {_OF_FILESYSTEMS}), objects, has_save, RUN_GROUP in folders)
+    return FolderContents(sorted(names - {_OF_FILESYSTEMS}), objects, has_save, RUN_GROUP in folders)
 
 
 def store_below(store: Store, name: str) -> tuple[Store, str]:

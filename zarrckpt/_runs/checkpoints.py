@@ -75,8 +75,8 @@ def checkpoints(run: Url, *, storage_options: Mapping[str, Any] | None = None) -
     Raises StorageError if the folder cannot be listed.
     """
     found, _ = list_checkpoints(StoreSpec(run, storage_options))
-    is_url = isinstance(run, str | os.PathLike)
-    return [dataclasses.replace(one, url=join_url(run, one.name) if is_url else one.name) for one in found]
+    urls = [join_url(run, one.name) if isinstance(run, str | os.PathLike) else one.name for one in found]
+    return [dataclasses.replace(one, url=url) for one, url in zip(found, urls, strict=True)]
 
 
 def list_checkpoints(spec: StoreSpec) -> tuple[list[ListedCheckpoint], RunRecord | None]:
