@@ -236,6 +236,10 @@ def test_the_error_for_files_of_other_libraries_names_import(tmp_path: Path, mon
         for command in (("ls", place), ("export", place, tmp_path / "out"), *others):
             found = run(*command)
             assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
+        doctor = run("doctor", place)
+        assert doctor.exit_code and f"zarrckpt import {place} " in doctor.stdout + doctor.stderr
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="To save, use another path"):
+        zarrckpt.save({"w": torch.ones(3)}, tmp_path / "dcp")
     # A url never means the local path of its name.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tmp_path / "folder", tmp_path / "memory:" / "tensors")

@@ -291,7 +291,9 @@ def foreign_objects_error(store: Store, names: set[str], *, committed: bool, beg
     """Return the error for names at a url that do not belong to its attempts: other checkpoints, a run, or files."""
     own = committed or begun
     if not own and (found := _describe_contents(store)):
-        return ForeignObjectsError(f"{store.url} is no checkpoint. {found}. Nothing was changed")
+        return ForeignObjectsError(
+            f"{store.url} is no checkpoint. {found}. Nothing was changed. To save, use another path"
+        )
     if not own and RUN_GROUP in names:
         return ForeignObjectsError(
             f"{store.url} is the folder of a run without checkpoints. Nothing was changed. Save to a path below"
