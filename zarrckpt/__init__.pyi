@@ -47,6 +47,8 @@ from zarrckpt._options import SaveOptions as SaveOptions
 from zarrckpt._reports import LoadReport as LoadReport
 from zarrckpt._reports import PlanReport as PlanReport
 from zarrckpt._reports import SaveReport as SaveReport
+from zarrckpt._runs.checkpoints import ListedCheckpoint as ListedCheckpoint
+from zarrckpt._runs.checkpoints import checkpoints as checkpoints
 from zarrckpt._runs.child_signals import WorkerInit as WorkerInit
 from zarrckpt._runs.keep import Keep as Keep
 from zarrckpt._runs.latest import best as best

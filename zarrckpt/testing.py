@@ -147,7 +147,7 @@ class FaultyStore(Store):
         # In a folder they do nothing, so they do not count.
         for verb in ("begin_archive", "begin_part", "end_part", "add_parts") if self.is_archive else ():
             setattr(self, verb, partial(self._on_archive, verb))
-        for name in ("close_part", "record_faults"):
+        for name in ("close_part", "first_bytes", "record_faults"):
             setattr(self, name, getattr(self._inner, name))
 
     @property

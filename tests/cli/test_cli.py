@@ -232,9 +232,14 @@ def test_the_error_for_files_of_other_libraries_names_import(tmp_path: Path, mon
     zarrckpt.to_torch_save(tmp_path / "one", tmp_path / "x.pt")
     zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp")
     for place in (file, tmp_path / "folder", tmp_path / "x.pt", tmp_path / "dcp"):
-        for command in (("ls", place), ("export", place, tmp_path / "out")):
+        others = (["cp", place, tmp_path / "out"], ["diff", tmp_path / "one", place], ["verify", place])
+        for command in (("ls", place), ("export", place, tmp_path / "out"), *others):
             found = run(*command)
             assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
+        doctor = run("doctor", place)
+        assert doctor.exit_code and f"zarrckpt import {place} " in doctor.stdout + doctor.stderr
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="To save, use another path"):
+        zarrckpt.save({"w": torch.ones(3)}, tmp_path / "dcp")
     # A url never means the local path of its name.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tmp_path / "folder", tmp_path / "memory:" / "tensors")
@@ -613,8 +618,7 @@ def test_wrong_names_and_urls_suggest_right_ones(saved: Path) -> None:
     assert found.exit_code == 3 and message in found.stderr
     for unknown, message in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
         assert message in run("ls", unknown).stderr
-    for command in ("tree", "doctor"):
-        assert f"the newest is {saved}" in run(command, saved.parent).stderr
+    assert f"the newest is {saved}" in run("tree", saved.parent).stderr
 
 
 def test_an_option_of_the_wrong_store_is_named_as_typed(saved: Path) -> None:
@@ -623,6 +627,51 @@ def test_an_option_of_the_wrong_store_is_named_as_typed(saved: Path) -> None:
     for words in (["diff", saved, saved], ["cp", saved, saved.parent / "two"]):
         found = run(*words, "-t", "foo=1")
         assert found.exit_code == 3 and "has no --target-option" in found.stderr
+
+
+@pytest.mark.parametrize("damage", ["altered chunk", "missing chunk", "missing table"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_errors_name_the_damaged_one_of_two_urls(damage: str, compression: Any, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "one", tmp_path / "two"
+    for number, url in enumerate((whole, broken)):
+        zarrckpt.save({"w": torch.arange(99.0) + number}, url, options=zarrckpt.SaveOptions(compression=compression))
+    chunk = next(broken.glob("@zarrckpt/*/checksums/c.0")) if damage == "missing table" else broken / "w" / "c.0"
+    chunk.write_bytes(b"?" * chunk.stat().st_size) if damage == "altered chunk" else chunk.unlink()
+    page = tmp_path / "page.html"
+    for words in (["diff", whole, broken], ["diff", broken, whole], ["report", whole, broken, "-o", page]):
+        found = run(*words)
+        assert found.exit_code == 3 and f"zarrckpt verify {broken}." in found.stderr
+        assert f"verify {whole}" not in found.stderr
+    for options in ([], ["--dtype", "bfloat16"]):
+        found = run("cp", broken, tmp_path / "copy", *options)
+        assert found.exit_code == 3 and "CorruptCheckpointError" in found.stderr
+        assert f"zarrckpt verify {broken}." in found.stderr
+    with pytest.raises(zarrckpt.CorruptCheckpointError, match=f"zarrckpt verify {broken}\\. Load"):
+        zarrckpt.diff(whole, broken)
+
+
+def test_a_comparison_with_a_replaced_checkpoint_names_it(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        zarrckpt.save({"w": torch.ones(9)}, tmp_path / name)
+    one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
+    two.read()  # It has its tables now, so only the chunk can show that it was replaced.
+    zarrckpt.save({"w": torch.zeros(9)}, tmp_path / "two", overwrite=True)
+    for pair in ((one, two), (two, one)):
+        with pytest.raises(zarrckpt.CheckpointReplacedError, match=f"{tmp_path / 'two'}"):
+            zarrckpt.diff(*pair)
+
+
+def test_a_failure_at_the_source_of_a_copy_names_no_option_of_the_target(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise zarrckpt.StorageError(f"reading 'w' in {saved} failed: pass storage_options={{'region': 'x'}}")
+
+    monkeypatch.setattr(zarrckpt, "copy", fail)
+    found = run("cp", saved, saved.parent / "two", "-t", "a=1").stderr
+    assert "has no --target-option" in found
+    found = run("cp", saved, saved.parent / "two").stderr
+    assert "pass --storage-option region=x. -o is for the first url, -t for the second" in found
 
 
 def test_a_copy_to_an_unreachable_server_is_an_error(saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -186,7 +187,7 @@ def test_a_folder_of_checkpoints_is_named_in_errors(place: Callable[[str], Place
             action()
         assert run_.keys() == before, name
     if isinstance(run_.url, str) and not run_.storage_options:
-        for words in (["rm", "--yes"], ["doctor"], ["info"], ["tree"], ["verify"]):
+        for words in (["rm", "--yes"], ["info"], ["tree"], ["stats"]):
             found = run(words[0], run_.url, *words[1:])
             assert found.exit_code == 3 and f"the newest is {newest.url}" in found.stderr
 
@@ -309,7 +310,9 @@ def test_unreadable_folders_hide_no_checkpoint(tmp_path: Path, monkeypatch: pyte
     }
     assert str(runs / "private") in run("ls", runs).stderr
     assert [row["newest"] for row in json.loads(run("ls", tmp_path, "--json").stdout)] == [newest.name]
-    for words in (["doctor"], ["rm", "--yes"], ["info"]):
+    found = run("doctor", runs)
+    assert found.exit_code == 0 and f"the checkpoint {newest} of the run" in found.stderr
+    for words in (["rm", "--yes"], ["info"]):
         found = run(words[0], runs, *words[1:])
         assert found.exit_code == 3 and f"the newest is {newest}." in found.stderr
         assert "'private' there cannot be read" in found.stderr
@@ -344,7 +347,7 @@ def test_an_unreadable_newest_checkpoint_is_named(how: str, tmp_path: Path, monk
             assert zarrckpt.best(runs, "loss") == str(runs / "step-00000001")
         found = run("ls", runs)
         assert found.exit_code == 0 and str(last) in found.stderr and f"{last.name}\t\t\tnot readable" in found.stdout
-        assert "not readable" in run("ls", tmp_path).stdout and f"{last.name}'" in run("doctor", runs).stderr
+        assert "not readable" in run("ls", tmp_path).stdout and str(last) in run("doctor", runs).stderr
         job.close()
     if how != "forbidden":
         last.unlink()
@@ -401,3 +404,107 @@ def test_recover_continues_after_a_damaged_checkpoint(tmp_path: Path) -> None:
     found = run("recover", tmp_path)
     assert found.exit_code == 3 and found.stderr.startswith("step-1: ")
     assert found.stdout == "step-2: nothing to delete\n"
+
+
+# -- commands and functions on a run
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Path:
+    """Return the folder of a run with the losses 2, 1 and 3 at the steps 1, 2 and 3."""
+    keep = zarrckpt.Keep(newest=2, best=1, metric="loss")
+    with zarrckpt.CheckpointManager(tmp_path / "run", keep=keep, signals=(), background=False) as job:
+        for step, loss in enumerate((2.0, 1.0, 3.0), 1):
+            job.save(step, {**STATE, "step": step}, metrics={"loss": loss}, metadata={"epoch": 0, "note": "x"})
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("command", ["verify", "doctor", "cp", "export"])
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [([], 3), (["--step", 2], 2), (["--best", "loss"], 2), (["--best", "loss", "--mode", "max"], 3)],
+)
+def test_commands_take_a_checkpoint_of_a_run(command: str, options: list[Any], step: int, losses: Path) -> None:
+    chosen, out = losses / f"step-{step:08}", losses.parent / "out"
+    found = run(command, losses, *([out] if command in ("cp", "export") else []), *options)
+    assert found.exit_code == 0 and f"the checkpoint {chosen} of the run" in found.stderr
+    if command == "cp":
+        assert zarrckpt.open(out)["step"] == step
+    elif command == "doctor":
+        assert found.stdout.startswith(f"{chosen}: a checkpoint")
+    elif command == "export":
+        assert (out / "model.safetensors").exists()
+    else:
+        assert json.loads(run("verify", losses, *options, "--json").stdout)["url"] == str(chosen)
+
+
+def test_commands_report_damage_in_a_run(losses: Path, tmp_path: Path) -> None:
+    assert "has the step 7. List them: zarrckpt ls" in run("verify", losses, "--step", 7).stderr
+    found = run("verify", losses, "--best", "los")
+    assert found.exit_code == 3 and "did you mean 'loss'" in found.stderr and "has a finite 'los'" in found.stderr
+    assert run("verify", losses, "--best", "loss", "--step", 1).exit_code == 2
+    # A run in which nothing is damaged but the newest checkpoint is not whole.
+    newest = losses / "step-00000003"
+    (newest / "zarr.json").write_text("{")
+    for command in ("verify", "doctor"):
+        found = run(command, losses)
+        assert found.exit_code == 1 and f"{newest} is damaged and was skipped" in found.stderr
+        assert f"the checkpoint {losses / 'step-00000002'} of the run" in found.stderr
+        assert run(command, losses, "--best", "loss").exit_code == 0
+    # Not a run.
+    (tmp_path / "empty").mkdir()
+    for command in ("verify", "cp"):
+        found = run(command, tmp_path / "empty", *([tmp_path / "out"] if command == "cp" else []))
+        assert found.exit_code == 3 and "nothing is committed" in found.stderr
+    zarrckpt.save(STATE, tmp_path / "one")
+    zarrckpt.save(STATE, tmp_path / "one-inner")
+    shutil.move(tmp_path / "one-inner", tmp_path / "one" / "inner")
+    assert run("doctor", tmp_path / "one").exit_code == 3
+
+
+def test_checkpoints_returns_what_ls_prints(losses: Path, tmp_path: Path) -> None:
+    zarrckpt.copy(losses / "step-00000002", losses / "step-x")
+    (losses / "step-00000004" / "@zarrckpt").mkdir(parents=True)
+    (losses / "step-00000004" / "zarr.json").write_text("{")
+    found = zarrckpt.checkpoints(losses)
+    assert [(one.name, one.state, one.step, one.kept) for one in found] == [
+        ("step-00000002", "committed", 2, ("newest", "best")),
+        ("step-00000003", "committed", 3, ("newest",)),
+        ("step-x", "committed", 2, ("not named by step",)),
+        ("step-00000004", "damaged", None, None),
+    ]
+    assert [dict(one.metrics) for one in found] == [{"loss": 1.0}, {"loss": 3.0}, {"loss": 1.0}, {}]
+    assert found[0].metadata == {"step": 2, "loss": 1.0, "epoch": 0, "note": "x"}
+    assert "zarr.json" in found[3].error
+    opened = zarrckpt.open(found[1].url)
+    assert (opened.nbytes, opened.info.created) == (found[1].nbytes, found[1].created)
+    assert json.loads(run("ls", losses, "--json").stdout) == json.loads(json.dumps([*map(dataclasses.asdict, found)]))
+    assert zarrckpt.checkpoints(tmp_path / "absent") == []
+    with pytest.warns(UserWarning, match="pass the folder that holds it"):
+        assert zarrckpt.checkpoints(losses / "step-00000002") == []
+
+
+def test_checkpoints_has_urls_that_open(place: Callable[[str], Place]) -> None:
+    for step in (9, 10):
+        zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options, metadata={"loss": 1 / step})
+    folder = place("runs/one")
+    options = {"storage_options": folder.storage_options}
+    found = zarrckpt.checkpoints(folder.url, **options)
+    assert [one.step for one in found] == [9, 10] and [one.kept for one in found] == [None, None]
+    assert [one.metrics["loss"] for one in found] == [1 / 9, 0.1]
+    if isinstance(folder.url, str):
+        assert [zarrckpt.open(one.url, **options)["step"] for one in found] == [9, 10]
+
+
+def test_ls_shows_the_metrics_of_a_user_first(tmp_path: Path) -> None:
+    # As transformers' Trainer saves them, with rules for the steps that it chose as its best.
+    keep = zarrckpt.Keep(newest=3, best=1, metric="best_step", mode="max")
+    with zarrckpt.CheckpointManager(tmp_path / "run", keep=keep, signals=(), background=False) as job:
+        for step in (1, 2):
+            speeds = {"eval_runtime": 1.5, "eval_samples_per_second": 3.0}
+            metrics = {**speeds, "eval_f1": 0.5, "eval_loss": 1 / step, "best_step": step}
+            job.save(step, STATE, metrics, {"epoch": 0.5})
+    columns = run("ls", tmp_path / "run", "--header").stdout.splitlines()[0].split("\t")
+    assert columns[5:] == ["eval_f1", "eval_loss", "eval_runtime", "eval_samples_per_second", "kept because"]
+    columns = run("ls", tmp_path / "run", "--header", "--all").stdout.splitlines()[0].split("\t")
+    assert columns[-3:] == ["best_step", "epoch", "kept because"]

@@ -112,7 +112,11 @@ def test_lightning_state_comes_back_and_expired_ones_go(tmp_path: Path) -> None:
         Path(path).name: score for path, score in whole["scores"].items()
     }
     assert {path.name for path in Path(run).iterdir()} == {Path(path).name for path in again["scores"]} | {"last.ckpt"}
-    assert zarrckpt.open(again["best"]).metadata == {"step": 16, "epoch": 3}
+    metadata = {path: zarrckpt.open(path).metadata for path in again["scores"]}
+    assert metadata[again["best"]] == {"val_loss": again["scores"][again["best"]], "step": 16, "epoch": 3}
+    assert {path: found["val_loss"] for path, found in metadata.items()} == again["scores"]
+    assert zarrckpt.best(run, "val_loss") == again["best"]
+    assert zarrckpt.best(run, "val_loss", "max") == max(again["scores"], key=again["scores"].__getitem__)
     (best,) = fit(1, env, folder=str(tmp_path / "other"), epochs=5, resume=again["best"])
     assert [*best["losses"]] == [17, 18, 19, 20]
 
@@ -123,7 +127,8 @@ def test_lightning_state_comes_back_and_expired_ones_go(tmp_path: Path) -> None:
 )
 def test_a_run_resumes_on_any_number_of_processes(strategy: str, saved_on: int, loaded_on: int, tmp_path: Path) -> None:
     (whole, *_) = fit(saved_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3)
-    fit(saved_on, folder=str(tmp_path / "run"), strategy=strategy, epochs=2, background=True)
+    (first, *_) = fit(saved_on, folder=str(tmp_path / "run"), strategy=strategy, epochs=2, background=True)
+    assert zarrckpt.best(tmp_path / "run", "val_loss") == first["best"]
     saved = saved_state(f"{tmp_path}/run/last.ckpt")
     for other in fit(loaded_on, folder=str(tmp_path / "run"), strategy=strategy, epochs=3, resume="last"):
         assert_same(other["restored"], saved)
@@ -389,6 +394,26 @@ def test_a_link_to_the_last_checkpoint_is_valid_and_removed_alone(tmp_path: Path
     assert io.load_checkpoint(link)["epoch"] == 3
     io.remove_checkpoint(link)
     assert not os.path.lexists(link) and io.load_checkpoint(led_to)["epoch"] == 3
+
+
+def test_best_finds_what_any_model_checkpoint_monitors(tmp_path: Path) -> None:
+    """Two of Lightning's own callbacks with metrics of their own, of which each names its checkpoints only."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    options = {"save_top_k": -1, "save_last": True}
+    losses = ModelCheckpoint(tmp_path / "losses", monitor="val_loss", **options)
+    steps = ModelCheckpoint(tmp_path / "steps", monitor="step", mode="max", **options)
+    trainer = Trainer(plugins=[ZarrCheckpointIO()], callbacks=[losses, steps], max_epochs=3, **quiet)
+    loader = torch.utils.data.DataLoader(DATA, batch_size=8)
+    trainer.fit(Tiny("auto", {}), loader, loader)
+    for mode, choose in (("min", min), ("max", max)):
+        expected = choose(losses.best_k_models, key=losses.best_k_models.__getitem__)
+        assert zarrckpt.best(tmp_path / "losses", "val_loss", mode) == expected
+    found = zarrckpt.checkpoints(tmp_path / "losses")
+    assert {one.url: one.metrics.get("val_loss") for one in found if one.name != "last.ckpt"} == {
+        path: score.item() for path, score in losses.best_k_models.items()
+    }
+    assert zarrckpt.open(tmp_path / "losses" / "last.ckpt").metadata == {"step": trainer.global_step, "epoch": 2}
+    assert zarrckpt.open(steps.best_model_path).metadata == {"step": trainer.global_step, "epoch": 2}
 
 
 def test_the_source_run_of_another_run_stays_whole(

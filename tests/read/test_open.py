@@ -8,15 +8,19 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import zarr
 from harness.hostile import Forgery
+from harness.store_servers import S3Place
+from safetensors.torch import save_file
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 import zarrckpt
@@ -182,6 +186,81 @@ def test_an_empty_url_has_no_checkpoint(tmp_path: Path) -> None:
             with pytest.raises(CheckpointNotFoundError, match="nothing is committed") as error:
                 call(path)
             assert isinstance(error.value, FileNotFoundError)
+
+
+TENSORS = {"w": torch.ones(3)}
+FOREIGN: dict[str, tuple[Callable[[str], Any], str]] = {
+    "file of torch.save": (lambda path: torch.save(TENSORS, path), "import {}"),
+    "old file of torch.save": (
+        lambda path: torch.save(TENSORS, path, _use_new_zipfile_serialization=False),
+        "import {}",
+    ),
+    "safetensors file": (lambda path: save_file(TENSORS, path), "import {}"),
+    "renamed archive": (
+        lambda path: os.rename(zarrckpt.save(TENSORS, f"{path}.zarr.zip").url, path),
+        r"must end with \.zarr\.zip",
+    ),
+    "folder of DCP": (lambda path: dcp.save(dict(TENSORS), checkpoint_id=path, no_dist=True), "import {}"),
+    "folder of safetensors": (
+        lambda path: (os.mkdir(path), save_file(TENSORS, f"{path}/model-00001-of-00001.safetensors")),
+        "import {}",
+    ),
+    "folder of torch.save": (
+        lambda path: (os.mkdir(path), torch.save(TENSORS, f"{path}/pytorch_model.bin")),
+        "import {}",
+    ),
+    "run": (lambda path: zarrckpt.save(TENSORS, f"{path}/step-7"), r"step-7\. .*zarrckpt\.latest\({!r}\)"),
+    "run of archives": (lambda path: zarrckpt.save(TENSORS, f"{path}/step-7.zarr.zip"), "step-7.zarr.zip"),
+    "folder of runs": (lambda path: zarrckpt.save(TENSORS, f"{path}/one/step-7"), r"It has 'one'.* zarrckpt ls {}"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("backend", ["local", "s3", "memory"])
+def test_other_kinds_of_files_are_named_with_the_next_step(
+    kind: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    make, step = FOREIGN[kind]
+    local = tmp_path / "what"
+    make(str(local))
+    url, options = str(local), {}
+    files = {
+        f"what{str(path).removeprefix(str(local))}": path.read_bytes()
+        for path in [local, *local.rglob("*")]
+        if path.is_file()
+    }
+    if backend == "s3":
+        bucket: S3Place = request.getfixturevalue("moto_bucket")
+        url, options = bucket.url("runs/what"), {"storage_options": bucket.storage_options}
+        for name, data in files.items():
+            bucket.client().put_object(Bucket=bucket.bucket, Key=f"runs/{name}", Body=data)
+    elif backend == "memory":
+        url = f"memory://{tmp_path.name}/what"
+        fsspec.filesystem("memory").pipe({f"/{tmp_path.name}/{name}": data for name, data in files.items()})
+    if step == "import {}":
+        step = (
+            r"`zarrckpt import {}\S* NEW_URL`" if backend == "local" else r"Download {}\S*\. .*`zarrckpt import FILE "
+        )
+    for call in (zarrckpt.open, lambda url, **more: zarrckpt.load({"w": torch.zeros(3)}, url, **more)):
+        with pytest.raises(CheckpointNotFoundError, match=step.replace("{}", url).replace("{!r}", repr(url))):
+            call(url, **options)
+
+
+def test_runs_are_not_begun_beside_other_kinds_of_files_silently(tmp_path: Path) -> None:
+    for kind in ("file of torch.save", "folder of DCP"):
+        FOREIGN[kind][0](str(tmp_path / kind))
+        with pytest.warns(UserWarning, match="found no checkpoint.* zarrckpt import|import"):
+            assert zarrckpt.latest(tmp_path / kind) is None
+    job = zarrckpt.CheckpointManager(tmp_path / "file of torch.save", signals=())
+    with pytest.raises(ForeignObjectsError, match=r"is not the folder of a run\..* import"):
+        job.restore({"w": torch.zeros(3)})
+    job = zarrckpt.CheckpointManager(tmp_path / "folder of DCP", signals=())
+    with pytest.warns(UserWarning, match="no checkpoint is restored.* import"):
+        assert job.restore({"w": torch.zeros(3)}) is None
+    with pytest.raises(CheckpointNotFoundError, match="import"):
+        zarrckpt.CheckpointManager(tmp_path / "new", init_from=tmp_path / "file of torch.save", signals=()).restore(
+            {"w": torch.zeros(3)}
+        )
 
 
 def test_an_unfinished_save(url: str) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zarrckpt._commit.listings import list_below, store_below
+from zarrckpt._commit.foreign_files import describe_files, names_text
+from zarrckpt._commit.listings import FolderContents, list_below, store_below
 from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
-from zarrckpt._commit.stored_documents import is_stored, list_attempt_ids, parse_root_document, read_marker
+from zarrckpt._commit.stored_documents import list_attempt_ids, parse_root_document, read_marker
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -56,9 +57,9 @@ def load_root_document(store: Store) -> tuple[bytes, Root]:
         document = store.get(NODE)
         return document, parse_root_document(document, store.url)
     except ObjectNotFoundError as err:
-        raise CheckpointNotFoundError(_describe_checkpoint_above(store) or _explain_absence(store)) from err
+        raise CheckpointNotFoundError(_explain_absence(store)) from err
     except ForeignObjectsError as err:
-        if found := _describe_folder(store):
+        if found := _describe_contents(store):
             raise ForeignObjectsError(f"{err}. {found}") from err
         if found := _describe_checkpoint_above(store):
             raise ForeignObjectsError(found) from err
@@ -67,28 +68,37 @@ def load_root_document(store: Store) -> tuple[bytes, Root]:
 
 def _explain_absence(store: Store) -> str:
     """Return the reason that no checkpoint opens at a url without a root document, for an error."""
-    begun, ended, found = is_stored(store, CLAIM_KEY), False, ""
+    more = ""
     try:
-        attempt_ids, removal = list_attempt_ids(store)
-        if removal:
-            return f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}"
-        if not begun and (found := _describe_folder(store)):
-            return f"{store.url} is no checkpoint. {found}. List them: zarrckpt ls {store.url}"
-        begun |= store.is_archive and bool(attempt_ids)
-        markers = run_jobs((partial(read_marker, store, save_id) for save_id in attempt_ids), store.max_concurrency)
-        ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
+        listed = list_below(store)
+        if listed.has_save:
+            return _explain_unfinished(store)
+        if found := _describe_contents(store, listed):
+            return f"{store.url} is no checkpoint. {found}"
+        if listed.folders:
+            more = f". It has {names_text(listed.folders)}. If these are runs, list them: zarrckpt ls {store.url}"
     except StorageError as err:
         if err.no_bucket or isinstance(err.__cause__, FileNotFoundError):
             # A caller must not take a missing bucket for a missing checkpoint and begin anew.
             raise
-        found = f"A listing failed too: {err}"
-    if begun:
-        return (
-            f"the save at {store.url} "
-            f"{'has failed' if ended else 'was begun but never committed (or it is still running)'}. "
-            "Load an earlier checkpoint, or save again: leftovers do not block a new save"
-        )
-    return f"nothing is committed at {store.url}, because it has no {NODE}: check the path{found and f'. {found}'}"
+        more = f". A listing failed too: {err}"
+    if above := _describe_checkpoint_above(store):
+        return above
+    return f"nothing is committed at {store.url}, because it has no {NODE}: check the path{more}"
+
+
+def _explain_unfinished(store: Store) -> str:
+    """Return the state of the saves or of the removal at a url without a root document, for an error."""
+    attempt_ids, removal = list_attempt_ids(store)
+    if removal:
+        return f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}"
+    markers = run_jobs((partial(read_marker, store, save_id) for save_id in attempt_ids), store.max_concurrency)
+    ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
+    return (
+        f"the save at {store.url} "
+        f"{'has failed' if ended else 'was begun but never committed (or it is still running)'}. "
+        "Load an earlier checkpoint, or save again: leftovers do not block a new save"
+    )
 
 
 def removal_next_step(store: Store) -> str:
@@ -181,32 +191,36 @@ def number_in(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that compares numbers in names by value: "step-9" is before "step-10"."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+def _last_number(name: str) -> int:
+    return number_in(name) or 0
 
 
-def _describe_folder(store: Store) -> str:
-    """Return the number of checkpoints below a url and the newest one, for an error. "" if there are none."""
+def _describe_contents(store: Store, listed: FolderContents | None = None) -> str:
+    """Describe the checkpoints below a url, or other libraries' files there, with the next step. "" if there are none.
+
+    One listing unless it is passed, and one request for each folder.
+    """
     try:
-        folders = list_below(store).folders
+        listed = listed or list_below(store)
         # If there are very many folders, only those with the greatest numbers are read.
-        below = find_checkpoints(store, sorted(folders, key=_natural_order)[-_MAX_FOLDERS_READ:], unfinished=True)
+        last_names = sorted(listed.folders, key=_last_number)[-_MAX_FOLDERS_READ:]
+        below = find_checkpoints(store, last_names, unfinished=True)
     except StorageError:
         return ""
     found = [item for item in below if not item.unreadable]
     # Folders with a number first, because they may be steps.
     unread = sorted((item.name for item in below if item.unreadable), key=lambda name: number_in(name) is None)
-    more = ""
-    if unread:
-        shown = ", ".join(map(repr, unread[:5])) + (" and more" if len(unread) > 5 else "")
-        more = f"{shown} there cannot be read"
+    more = f"{names_text(unread)} there cannot be read" if unread else ""
     if not found:
-        return more
-    last = find_newest(found)
-    which = "none of them is committed" if last is None else f"the newest is {join(store.url, one_line(last.name))}"
+        return more or describe_files(store, listed)
     checkpoints = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
-    return f"It is a folder of {checkpoints}, {which}{more and f'. {more}'}"
+    if (last := find_newest(found)) is None:
+        return f"It is a folder of {checkpoints}, none of them is committed{more and f'. {more}'}"
+    newest = join(store.url, one_line(last.name))
+    return (
+        f"It is a folder of {checkpoints}, the newest is {newest}.{more and f' {more}.'} Pass that url, or the result "
+        f"of zarrckpt.latest({store.url!r}). List them: zarrckpt ls {store.url}"
+    )
 
 
 def _describe_checkpoint_above(store: Store) -> str:
@@ -276,16 +290,15 @@ def find_inside_error(store: Store, levels: int) -> ForeignObjectsError | None:
 def foreign_objects_error(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
     """Return the error for names at a url that do not belong to its attempts: other checkpoints, a run, or files."""
     own = committed or begun
-    if not own and (found := _describe_folder(store)):
+    if not own and (found := _describe_contents(store)):
         return ForeignObjectsError(
-            f"{store.url} is no checkpoint. {found}. Nothing was changed. Use the url of one of them, or save to a new "
-            "path below"
+            f"{store.url} is no checkpoint. {found}. Nothing was changed. To save, use another path"
         )
     if not own and RUN_GROUP in names:
         return ForeignObjectsError(
             f"{store.url} is the folder of a run without checkpoints. Nothing was changed. Save to a path below"
         )
-    last_names = sorted(names, key=_natural_order)[-_MAX_FOLDERS_READ:] if own else []
+    last_names = sorted(names, key=_last_number)[-_MAX_FOLDERS_READ:] if own else []
     inner = [below for below in find_checkpoints(store, last_names, unfinished=True) if not below.unreadable]
     if inner:
         url = join(store.url, one_line(inner[0].name))
@@ -300,8 +313,7 @@ def foreign_objects_error(store: Store, names: set[str], *, committed: bool, beg
             f"{store.url} has a checkpoint and another one below: {inner[0].name!r}{more}. Nothing was changed. If you "
             f"need it, copy it (zarrckpt cp {url} OTHER). Then remove it (zarrckpt rm {url})"
         )
-    shown = ", ".join(map(repr, sorted(names)[:5])) + ("" if len(names) <= 5 else f" and {len(names) - 5} more")
     return ForeignObjectsError(
-        f"{store.url} has objects that no zarrckpt save wrote: {shown}. Nothing was changed. "
-        "Save to another path, for example a new folder below"
+        f"{store.url} has objects that no zarrckpt save wrote: {names_text(sorted(names))}. Nothing was changed. To "
+        "save, use another path"
     )

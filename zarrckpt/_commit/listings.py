@@ -20,20 +20,25 @@ _OF_FILESYSTEMS = "lost+found"
 
 
 @dataclass(frozen=True)
-class FolderListing:
-    """The content of a folder that may have checkpoints, or be a checkpoint."""
+class FolderContents:
+    """The names in a folder that may have checkpoints, or be a checkpoint."""
 
     folders: list[str]
     """The names of the folders and archives that may be checkpoints or runs, sorted."""
-    has_root: bool
-    """Whether a root document exists, of a checkpoint or of another program."""
+    objects: list[str]
+    """The names of the objects, sorted."""
     has_save: bool
     """Whether documents of a save exist, so that the folder is a checkpoint, or a save to it has begun."""
     is_run: bool
     """Whether the document of a run exists."""
 
+    @property
+    def has_root(self) -> bool:
+        """Whether a root document exists, of a checkpoint or of another program."""
+        return NODE in self.objects
 
-def list_below(store: Store) -> FolderListing:
+
+def list_below(store: Store) -> FolderContents:
     """List the folder of a url. All searches for checkpoints below a url use this function.
 
     One listing, and one more request if it is empty or has documents of a save. Raises StorageError if the listing is
@@ -49,7 +54,7 @@ def list_below(store: Store) -> FolderListing:
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
     # Tools for copies keep an unfinished archive under a hidden name.
     hidden = {name for name in names if is_system_file(name) or (is_archive_name(name) and name.startswith("."))}
-    return FolderListing(sorted(names - hidden - {_OF_FILESYSTEMS}), NODE in objects, has_save, RUN_GROUP in folders)
+    return FolderContents(sorted(names - hidden - {_OF_FILESYSTEMS}), objects, has_save, RUN_GROUP in folders)
 
 
 def store_below(store: Store, name: str) -> tuple[Store, str]:

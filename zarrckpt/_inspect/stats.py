@@ -147,13 +147,15 @@ def map_chunks(
         for fqn, node in nodes.items()
         for chunk in node.grid.chunks_of(node.grid.whole)
     )
-    with catalog.explaining_damage():
-        return run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    return run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
 
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:
+    """Read a box of a tensor as a flat array. Errors as in ``Checkpoint.read``."""
     node = catalog.root.tensors[fqn]
-    return catalog.stored_array(node).read(box).reshape(-1).view(node.dtype.numpy)
+    # Here, because a comparison reads two checkpoints, and an error must name the damaged one.
+    with catalog.explaining_damage():
+        return catalog.stored_array(node).read(box).reshape(-1).view(node.dtype.numpy)
 
 
 def blocks(*arrays: NumberArray, size: int = _BLOCK) -> Iterator[tuple[NumberArray, ...]]:

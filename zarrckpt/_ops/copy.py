@@ -17,7 +17,7 @@ import numpy as np
 from zarrckpt._commit import attempts
 from zarrckpt._commit.chunks import encode_tables
 from zarrckpt._commit.marker import marker_of, new_id
-from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
+from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.chunk_layout import RawArray, chunk_object_bytes
 from zarrckpt._format.compression import CompressionOption
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
@@ -247,15 +247,18 @@ class _Copy:
 
     def _copy_chunk(self, node: ArrayNode, chunk: Ints, key: str) -> int:
         """Read a chunk, check it against the table and put it. Returns its size in bytes."""
-        table = self._source.chunk_table(node, chunk)
+        array = self._source.stored_array(node)
+        table, stored = array.table(chunk), array.node.chunk_key(chunk)
         size = table.object_size
         with self._budget.hold(size):
-            stored = join(self._source.root.tree, node.chunk_key(chunk))
-            data = self._source.store.read(stored, 0, size)
+            try:
+                data = array.store.read(stored, 0, size)
+            except ObjectNotFoundError as err:
+                raise array.missing_error(chunk) from err
             if not table.check(0, np.frombuffer(data, np.uint8)):
                 raise CorruptCheckpointError(
-                    f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is damaged: its checksum "
-                    "differs. The copy was not committed"
+                    f"chunk {stored!r} of array {node.path!r} in {array.store.url} is damaged: its checksum differs. "
+                    "The copy was not committed"
                 )
             self._target.put(key, [data])
         return size

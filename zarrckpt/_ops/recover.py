@@ -9,6 +9,7 @@ from typing import Any
 
 from zarrckpt._commit.contents import read_contents
 from zarrckpt._commit.discovery import CheckpointFolder, find_saves, holds_checkpoints
+from zarrckpt._commit.foreign_files import describe_files
 from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, marker_key, marker_of
 from zarrckpt._commit.pins import list_pins
@@ -200,6 +201,8 @@ def examine(
     if len(dead) < len(found.others) or notes or found.probes:
         advice.append(f"zarrckpt recover {store.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
+    if empty and (text := describe_files(store, list_below(store))):
+        findings.append(text)
     return Examination(store.url, state, tuple(findings), tuple(advice), (*notes, *pinned), empty)
 
 

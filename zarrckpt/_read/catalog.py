@@ -112,7 +112,7 @@ class Catalog:
 
     def _read_tables(self) -> _Tables:
         """Return the tables of checksums and sizes. The first call reads them, in parallel."""
-        with self._lock:
+        with self._lock, self.explaining_damage():
             if self._tables is None:
                 tables = {CHECKSUMS: self.root.checksums, SIZES: self.root.sizes}
                 jobs = {
@@ -139,8 +139,7 @@ class Catalog:
     def stored_nbytes(self, node: ArrayNode) -> int:
         """Return the stored size of an array's chunks. No request, except for the tables if it is compressed."""
         nbytes = node.grid.num_chunks * chunk_object_bytes(node)
-        with self.explaining_damage():
-            sizes = self.sizes(node) if node.compression is not None else None
+        sizes = self.sizes(node) if node.compression is not None else None
         if sizes is None:
             return nbytes
         # The index of a chunk has the same size with and without compression.
@@ -154,9 +153,8 @@ class Catalog:
         of more than 65,536 subchunks, and makes no other request.
         """
         if self._tables is None and node.grid.num_subchunks > _UNCHECKED_SUBCHUNKS:
-            with self.explaining_damage():
-                # The root has the table's length for all of its arrays. The read fails if the table is shorter.
-                self._read_tables()
+            # The root has the table's length for all of its arrays. The read fails if the table is shorter.
+            self._read_tables()
 
     def refuse_implausible_size(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError if an array is much larger than its stored chunks can be.

@@ -8,6 +8,7 @@ from typing import Any
 
 from zarrckpt._commit.contents import UrlContents, read_contents
 from zarrckpt._commit.discovery import CheckpointFolder, load_root, number_in, refuse_inside
+from zarrckpt._commit.foreign_files import describe_files, names_text
 from zarrckpt._commit.listings import RUN_KEY, list_below
 from zarrckpt._commit.marker import CLAIM_KEY, pin_key
 from zarrckpt._commit.pins import put_pin, refuse_pinned
@@ -315,10 +316,14 @@ def _list_steps(store: Store) -> dict[str, int]:
         _refuse_checkpoint(store, has_root=listed.has_root, is_run=bool(steps) or listed.is_run)
     if not steps and not listed.is_run:
         refuse_inside(store)
-    if listed.folders and not steps:
-        shown = ", ".join(map(repr, listed.folders[:3]))
+    # Without objects, the search would cost a request.
+    found = describe_files(store, listed) if not steps and (listed.objects or store.is_local) else ""
+    if found and not listed.objects:
+        raise ForeignObjectsError(f"{store.url} is not the folder of a run. {found}. Nothing was changed")
+    if not steps and (found or listed.folders):
         warn(
-            f"no checkpoint is restored, because {store.url} has no folder of a step such as 'step-100'. It has {shown}"
+            f"no checkpoint is restored, because {store.url} has no folder of a step such as 'step-100'. "
+            f"{found or f'It has {names_text(listed.folders)}'}"
         )
     return steps
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest
+from zarrckpt._commit.foreign_files import describe_files
 from zarrckpt._commit.listings import list_below
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
@@ -40,7 +41,8 @@ def latest(
 
     If a folder that may have a newer checkpoint cannot be read, StorageError names it. If a checkpoint is found,
     unreadable folders without a number only cause a warning. Unreadable folders whose names begin with a dot never
-    raise an error. ``lost+found`` is not read.
+    raise an error. ``lost+found`` is not read. If there is no checkpoint but the files of another library, a warning
+    names them.
 
     Under ``torch.distributed`` every rank of the group calls it. The coordinator (rank 0 of the group) reads the
     folders, and all ranks return the same. Costs all pages of one listing, one request for each skipped folder, and one
@@ -134,6 +136,9 @@ def _choose_name(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | No
     if listed.has_save:
         warn(f"{caller}({store.url!r}) was called with the url of a checkpoint: pass the folder that holds it")
     name, damaged = choose(store, listed.folders)
+    # Without objects, the search would cost a request.
+    if name is None and (listed.objects or store.is_local) and (found := describe_files(store, listed)):
+        warn(f"{caller}({store.url!r}) found no checkpoint. {found}")
     for below in damaged:
         warn(skip_warning(store, below))
     return name

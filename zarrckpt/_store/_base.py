@@ -242,6 +242,13 @@ class Store(abc.ABC):
         """
         raise _failures.not_found(f"{'../' * levels}{key}", self.url)
 
+    def first_bytes(self, nbytes: int) -> bytes:
+        """Return at most ``nbytes`` first bytes of the object that has the url as its name, or b"" without one.
+
+        One request, or none if the store has no such objects. A failure counts as no object.
+        """
+        return b""
+
     def get_versioned(self, key: str) -> VersionedObject:
         """Return a whole object and its version. One request; three with s3fs, which returns data without a version."""
         data = self.get(key)

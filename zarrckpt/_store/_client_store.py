@@ -121,6 +121,12 @@ class ClientStore(ConditionalStore):
         name = "/".join([*above[:-levels], check_key(key)])
         return self._get(f"{'../' * levels}{key}", name, MAX_WHOLE_BYTES)
 
+    def first_bytes(self, nbytes: int) -> bytes:
+        with contextlib.suppress(StorageError):
+            if self._folder:
+                return bytes(self.call("reading", lambda: self.fetch_named(self._folder, 0, nbytes)))
+        return b""
+
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(key, byte_offset, len(buffer))
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from stat import S_ISDIR
 from typing import Any, TypeVar
 
-from zarrckpt._errors import StorageError, one_line
+from zarrckpt._errors import CorruptCheckpointError, StorageError, one_line
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._jobs import thread_pool
 from zarrckpt._store import _failures
@@ -113,6 +113,11 @@ class LocalStore(Store):
                 return super().get_above(levels, key)
             folder = os.path.dirname(folder)
         return self._read(f"{'../' * levels}{key}", os.path.join(folder, check_key(key)))
+
+    def first_bytes(self, nbytes: int) -> bytes:
+        with suppress(OSError, CorruptCheckpointError), files.closed_after(open_regular(self._root)) as file:
+            return os.read(file, nbytes)
+        return b""
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         with self.reader(key) as read:

@@ -6,21 +6,22 @@ import json
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import zarrckpt
-from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, StorageError, one_line
+from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, ForeignObjectsError, StorageError, one_line
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
     from zarrckpt._jobs import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def parse_options(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
@@ -78,10 +79,94 @@ def header_option(command: F) -> F:
 _HEADER = "zarrckpt.header"
 
 
+def run_options(command: F) -> F:
+    """Add ``--step``, ``--best`` and ``--mode``, for commands that accept the url of a run, see :func:`call_in_run`."""
+
+    def note(ctx: click.Context, param: click.Parameter, given: Any) -> None:
+        ctx.meta[f"{_RUN}.{param.name}"] = given
+
+    def option(name: str, **settings: Any) -> Callable[[F], F]:
+        return click.option(name, expose_value=False, callback=note, **settings)
+
+    mode_text = "Whether the smallest or the greatest metric is the best."
+    mode = option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help=mode_text)
+    best = option("--best", metavar="METRIC", help="For a run: the checkpoint with the best metric.")
+    step = option(
+        "--step", type=click.IntRange(0), help="For a run: the checkpoint of this step (default: the newest)."
+    )
+    return step(best(mode(command)))
+
+
+_RUN = "zarrckpt.run"
+
+
+def call_in_run(call: Callable[..., T], url: str, storage_options: Mapping[str, Any] | None, **more: Any) -> T:
+    """Call a function with the url of a checkpoint, or of a checkpoint of the run at this url.
+
+    This is the newest one, or the one that ``--step`` or ``--best`` selects. Its url is printed. If damaged ones were
+    skipped, :func:`skipped_damage` returns True.
+    """
+    meta = click.get_current_context().meta
+    step, metric, mode = (meta[f"{_RUN}.{name}"] for name in ("step", "best", "mode"))
+    options: Any = {"storage_options": storage_options}
+    if step is not None and metric is not None:
+        raise click.UsageError("--step and --best select two checkpoints: pass one of them")
+    if metric is not None:
+        with warnings_as_lines():
+            chosen = zarrckpt.best(url, metric, mode, **options)
+    elif step is not None:
+        chosen = _find_step(url, storage_options, step)
+    else:
+        try:
+            return call(url, **options, **more)
+        except (CheckpointNotFoundError, ForeignObjectsError):
+            if (chosen := _find_newest(url, storage_options)) is None:
+                raise
+    if chosen is None:
+        raise CheckpointNotFoundError(
+            f"no checkpoint of the run {url} has {f'the step {step}' if metric is None else f'a finite {metric!r}'}. "
+            f"List them: zarrckpt ls {url}"
+        )
+    print_line(f"the checkpoint {chosen} of the run:", err=True)
+    return call(chosen, **options, **more)
+
+
+def skipped_damage() -> bool:
+    """Whether :func:`call_in_run` skipped damaged checkpoints that are newer than the one that it found."""
+    return bool(click.get_current_context().meta.get(_RUN))
+
+
+def _find_newest(run: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    """Return the url of the newest checkpoint of a run as ``zarrckpt.latest``, or None at the url of a checkpoint."""
+    from zarrckpt._commit.listings import list_below
+    from zarrckpt._runs.folders import newest_below, skip_warning
+    from zarrckpt._store import StoreSpec, join_url
+
+    store = StoreSpec(run, storage_options).open()
+    listed = list_below(store)
+    name, damaged = (None, []) if listed.has_save else newest_below(store, listed.folders)
+    for below in damaged:
+        print_line(f"warning: {skip_warning(store, below)}", err=True)
+    click.get_current_context().meta[_RUN] = any(not below.unreadable for below in damaged)
+    return None if name is None else join_url(run, name)
+
+
+def _find_step(run: str, storage_options: Mapping[str, Any] | None, step: Any) -> str | None:
+    """Return the url of a step's folder in a run, or None. One listing."""
+    from zarrckpt._commit.discovery import number_in
+    from zarrckpt._commit.listings import list_below
+    from zarrckpt._store import StoreSpec, join_url
+
+    folders = list_below(StoreSpec(run, storage_options).open()).folders
+    names = [name for name in folders if number_in(name) == step]
+    if len(names) > 1:
+        raise click.UsageError(f"--step {step} matches {', '.join(names)} in {run}: pass the url of one of them")
+    return join_url(run, names[0]) if names else None
+
+
 def open_checkpoint(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
     """Open the checkpoint at a url, or its entries that match the patterns."""
-    with import_hints(url):
-        ckpt = zarrckpt.open(url, storage_options=storage_options)
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
     selected = tuple(patterns)
     return ckpt.select(*selected) if selected else ckpt
 
@@ -108,29 +193,18 @@ def name_target_option() -> Iterator[None]:
 
 
 @contextmanager
-def import_hints(url: str) -> Iterator[None]:
-    """Add a hint to the error if the url has other libraries' files instead of a checkpoint."""
+def warnings_as_lines() -> Iterator[list[warnings.WarningMessage]]:
+    """Print warnings as lines, and raise ValueError for wrong options as an error of usage. Yields the warnings."""
     try:
-        yield
-    except (CheckpointNotFoundError, ForeignObjectsError) as err:
-        if text := _files_of_others(url):
-            raise type(err)(f"{err}. {text}: `zarrckpt import {url} URL` saves it as a checkpoint") from err
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield caught
+    except CheckpointError:
         raise
-
-
-def _files_of_others(url: str) -> str:
-    """Describe the files of other libraries at a local path in a text, or return "" for none and for other urls."""
-    from zarrckpt._store._url import parse
-
-    if (found := parse(url)).kind != "local":
-        return ""
-    path = Path(found.path)
-    if path.is_file():
-        kinds = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin"), "PyTorch")}
-        return f"It is a {kinds[path.suffix]} file" if path.suffix in kinds else ""
-    if (path / ".metadata").is_file():
-        return "It is a folder of torch.distributed.checkpoint"
-    return "It is a folder of safetensors files" if any(path.glob("*.safetensors")) else ""
+    except ValueError as err:
+        raise click.UsageError(str(err)) from err
+    for warning in caught:
+        print_line(f"warning: {warning.message}", err=True)
 
 
 def print_line(text: str, **more: Any) -> None:

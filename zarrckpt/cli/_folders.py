@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zarrckpt._commit.discovery import find_checkpoints, number_in
+from zarrckpt._commit.discovery import find_checkpoints
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.pins import list_pins
-from zarrckpt._errors import CheckpointError, StorageError, UnsupportedFormatError
-from zarrckpt._format.chunk_layout import chunk_object_bytes
-from zarrckpt._format.root import Root
-from zarrckpt._inspect.info import STEPS, info_of
+from zarrckpt._errors import StorageError
+from zarrckpt._inspect.info import STEPS
 from zarrckpt._jobs import run_jobs
 from zarrckpt._reports import age_text, size_text
-from zarrckpt._runs.folders import is_name_of, newest_below, step_of
-from zarrckpt._runs.record import read_record
+from zarrckpt._runs.checkpoints import COUNTERS, describe_checkpoint, list_checkpoints
+from zarrckpt._runs.folders import newest_below
 from zarrckpt._store import StoreSpec
-from zarrckpt.cli._common import print_json, print_line, print_table
+from zarrckpt.cli._common import print_json, print_line, print_table, warnings_as_lines
 
 
 @dataclass
@@ -31,38 +29,25 @@ class CheckpointTable:
     """The name of the first column: "checkpoint" or "run"."""
     rows: list[dict[str, Any]]
     metric: str | None = None
-    """The metric of the run's rules for keeping checkpoints."""
+    """The metric of the run's rules for keeping checkpoints, if it is a user's."""
 
 
-def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
-    """List the checkpoints directly below a url by step, or by the time of the commit if a name has no step."""
-    spec, listing = StoreSpec(url, storage_options), CheckpointTable("checkpoint", [])
+def list_run(url: str, storage_options: Any) -> CheckpointTable:
+    """List the checkpoints directly below a url. Without any that can be read, the list is empty."""
+    listing = CheckpointTable("checkpoint", [])
     try:
-        below = find_checkpoints(spec.open(), unfinished=True)
+        with warnings_as_lines():
+            found, record = list_checkpoints(StoreSpec(url, storage_options))
     except StorageError:
         return listing  # the caller raises the error of opening the url, which has more details
-    if all(item.unreadable for item in below):
+    if all(one.state == "not readable" for one in found):
         return listing
-    for item in below:
-        state = "unfinished" if item.root is None else "committed"
-        if item.unreadable:
-            state = "not readable"
-            print_line(str(item.damage), err=True)
-        elif item.damage is not None:
-            state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
-        row: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
-        if item.root is not None:
-            row |= {**_described_root(row["url"], item.root), "kept": None}
-        listing.rows.append(row)
-    _add_reasons(spec, listing)
-    unread = [row for row in listing.rows if row["state"] == "not readable"]
-    rows = [row for row in listing.rows if row["state"] != "not readable"]
-    numbers = {row["name"]: number_in(row["name"]) for row in rows}
-    if None not in numbers.values():
-        rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
-    else:
-        rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
-    listing.rows = [*rows, *unread]
+    for one in found:
+        if one.state == "not readable":
+            print_line(one.error, err=True)
+    listing.rows = [dataclasses.asdict(one) for one in found]
+    if record is not None and record.keep is not None and record.keep.metric not in COUNTERS:
+        listing.metric = record.keep.metric
     return listing
 
 
@@ -90,57 +75,10 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
         print_line(str(err), err=True)
         return row | {"state": "not readable"}
     if newest is not None and root is not None:
-        return row | {"state": "committed", "newest": newest, **_described_root(spec.child(newest).url, root)}
+        return dataclasses.asdict(describe_checkpoint(name, spec.url, root)) | {"newest": newest}
     if damaged:
         return row | {"state": "not readable" if all(below.unreadable for below in damaged) else "damaged"}
     return row if listed.is_run else None
-
-
-def _described_root(url: str, root: Root) -> dict[str, Any]:
-    found = info_of(url, root, root.entries, None)
-    described = {name: getattr(found, name) for name in ("created", "step", "nbytes", "metadata")}
-    reused = 0 if found.reused is None else found.reused.nbytes
-    return described | {"run": found.run or None, "reused_nbytes": reused, "sent_nbytes": _sent_nbytes(root, reused)}
-
-
-def _sent_nbytes(root: Root, reused: int) -> int | None:
-    """Return the bytes of chunks that a save sent, or None if arrays are compressed, because the root lacks sizes."""
-    arrays = root.arrays()
-    if any(node.compression is not None for node in arrays):
-        return None
-    stored = sum(node.grid.num_chunks * chunk_object_bytes(node) for node in arrays)
-    return max(0, stored - reused)
-
-
-def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
-    """Add the reasons why a CheckpointManager keeps each committed checkpoint of a run, and the rules' metric."""
-    store = spec.open()
-    try:
-        record = read_record(store)
-    except CheckpointError as err:
-        print_line(f"the reasons why checkpoints are kept cannot be read: {err}", err=True)
-        return
-    if record is None:
-        return
-    listing.metric = None if record.keep is None else record.keep.metric
-    committed = [row for row in listing.rows if row["state"] == "committed"]
-    own = {
-        row["metadata"]["step"]: row["metadata"]
-        for row in committed
-        if row["run"] == record.run_id and is_name_of(row["name"], row["metadata"].get("step"))
-    }
-    reasons = {} if record.keep is None else record.keep.reasons(own)
-    looks = (partial(list_pins, spec.child(row["name"]).open()) for row in committed)
-    for row, pinned in zip(committed, run_jobs(looks, store.max_concurrency), strict=True):
-        if row["run"] != record.run_id:
-            kept = ["not of this run"]
-        elif step_of(row["name"]) is None:
-            kept = ["not named by step"]
-        elif not is_name_of(row["name"], row["metadata"].get("step")):
-            kept = ["a copy"]
-        else:
-            kept = ["no rules"] if record.keep is None else reasons.get(row["metadata"]["step"], [])
-        row["kept"] = [*kept, *(["pinned"] if pinned else [])]
 
 
 def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -> None:
@@ -167,11 +105,15 @@ def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]
         for name, value in row.get("metadata", {}).items()
         if name not in STEPS and not isinstance(value, dict | list)
     )
-    if all_metadata:
-        return [name for name, _ in counts.most_common()]
-    if listing.metric is not None:
+    if listing.metric is not None and not all_metadata:
         return [listing.metric]
-    return [name for name, _ in counts.most_common(_COLUMNS)]
+    # The user's metrics are before the numbers that integrations add.
+    names = sorted(counts, key=lambda name: (name in COUNTERS or name.endswith(_SPEEDS), -counts[name]))
+    return names if all_metadata else names[:_COLUMNS]
+
+
+_SPEEDS = ("_runtime", "_per_second")
+"""Ends of the names of numbers that transformers adds to the metrics of an evaluation."""
 
 
 def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, sent: bool, reasons: bool) -> list[str]:

@@ -12,13 +12,14 @@ import zarrckpt
 from zarrckpt._errors import CheckpointError
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
+    call_in_run,
     header_option,
-    import_hints,
-    open_checkpoint,
     print_json,
     print_line,
     print_table,
     progress_bar,
+    run_options,
+    skipped_damage,
     url_options,
 )
 from zarrckpt.cli._wording import in_options
@@ -32,17 +33,22 @@ T = TypeVar("T")
 @click.command("verify")
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only list the objects, and find missing ones and wrong sizes.")
+@run_options
 @header_option
 @url_options
 def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
     """Check all objects of a checkpoint for damage. Exits with 1 if there is any.
 
+    For a run, check its newest checkpoint, or the one of --step or --best. Exits with 1 also if a newer one cannot be
+    opened because of damage.
+
     \b
     Examples:
       zarrckpt verify s3://bucket/run/step-100 --quick
       zarrckpt verify run/step-100 --json
+      zarrckpt verify run --best val_loss
     """
-    ckpt = open_checkpoint(url, storage_options)
+    ckpt = call_in_run(zarrckpt.open, url, storage_options)
     with progress_bar("verifying") as progress:
         report = ckpt.verify(quick=quick, progress=progress)
     if as_json:
@@ -53,25 +59,27 @@ def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -
         state = "whole" if report else f"{len(report.damages)} damaged"
         objects = count_text(report.objects, "object")
         click.echo(f"{state}: {objects}, {size_text(report.nbytes)}, {how}", err=not report)
-    click.get_current_context().exit(0 if report else 1)
+    click.get_current_context().exit(0 if report and not skipped_damage() else 1)
 
 
 @click.command("doctor")
 @click.argument("url")
+@run_options
 @url_options
 def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
     """Describe a url: its checkpoint, damage, unfinished saves and leftovers, and the commands to run.
 
-    Lists the objects, and reads no chunk. Exits with 1 if there is anything to do.
+    Lists the objects, and reads no chunk. Exits with 1 if there is anything to do. For a run, describe its newest
+    checkpoint, or the one of --step or --best.
 
     \b
-    Example:
+    Examples:
       zarrckpt doctor s3://bucket/run/step-100
+      zarrckpt doctor run --step 100
     """
     from zarrckpt._ops.recover import examine
 
-    with import_hints(url):
-        found = examine(url, storage_options=storage_options)
+    found = call_in_run(examine, url, storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
@@ -82,7 +90,7 @@ def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
             print_line(f"  {note}")
         for command in found.advice:
             print_line(f"  run: {command}")
-    click.get_current_context().exit(1 if found.findings else 0)
+    click.get_current_context().exit(1 if found.findings or skipped_damage() else 0)
 
 
 @click.command("recover")

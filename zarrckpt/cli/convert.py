@@ -11,14 +11,16 @@ import click
 import zarrckpt
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
-    import_hints,
+    call_in_run,
     portable_option,
     print_json,
     print_line,
     progress_bar,
+    run_options,
     url_options,
+    warnings_as_lines,
 )
-from zarrckpt.cli.copy import by_pattern, dtype, print_uncast, warnings_as_lines
+from zarrckpt.cli.copy import by_pattern, dtype, print_uncast
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
 _FORMATS = ("safetensors", "torch", "dcp")
@@ -53,6 +55,7 @@ _FORMATS = ("safetensors", "torch", "dcp")
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
+@run_options
 @url_options
 def export_command(
     url: str,
@@ -76,19 +79,20 @@ def export_command(
     torch        a file for torch.load, with values. Needs PyTorch
     dcp          a folder for torch.distributed.checkpoint. Needs PyTorch
 
-    The memory is bounded, except for torch, which has all entries in memory.
+    The memory is bounded, except for torch, which has all entries in memory. If URL is a run, export its newest
+    checkpoint, or the one of --step or --best.
 
     \b
     Examples:
       zarrckpt export s3://bucket/run/step-100 out model --strip model
       zarrckpt export run/step-100 step-100.pt
+      zarrckpt export run best.safetensors --best val_loss
       zarrckpt export run/step-100 old-style --format dcp --exclude 'optim'
     """
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     if dtypes and kind != "safetensors":
         raise click.UsageError("--dtype is only for safetensors: export a copy that zarrckpt cp --dtype made")
-    with import_hints(url):
-        ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
+    ckpt = call_in_run(zarrckpt.open, url, storage_options, allow_pickle=allow_pickle)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
     with progress_bar("exporting") as progress:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 import zarrckpt
-from zarrckpt._errors import CheckpointError
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli._common import (
+    call_in_run,
     name_target_option,
-    open_checkpoint,
     portable_option,
     print_json,
     print_line,
     progress_bar,
+    run_options,
     target_options,
     url_options,
+    warnings_as_lines,
 )
 
 _COMPRESSIONS = {None: "keep", "none": None}
@@ -97,6 +96,7 @@ def dtype(text: str) -> str:
 )
 @portable_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
+@run_options
 @target_options
 @url_options
 def cp_command(
@@ -113,21 +113,27 @@ def cp_command(
 ) -> None:
     """Copy a checkpoint, or some of its entries, between any stores. All data is checked.
 
-    Without the options for chunks, dtypes and compression, chunks are copied unchanged.
+    Without the options for chunks, dtypes and compression, chunks are copied unchanged. If A is a run, copy its newest
+    checkpoint, or the one of --step or --best.
 
     \b
     Examples:
       zarrckpt cp s3://bucket/run/step-100 /data/step-100
+      zarrckpt cp run best --best accuracy --mode max
       zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
       zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
+    from zarrckpt._store import StoreSpec
+
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
-    ckpt = open_checkpoint(source, storage_options).select(*include, exclude=exclude)
-    with warnings_as_lines(), progress_bar("copying") as bar, name_target_option():
+    ckpt = call_in_run(zarrckpt.open, source, storage_options).select(*include, exclude=exclude)
+    with name_target_option():
+        StoreSpec(target, target_options).open()  # checks the options
+    with warnings_as_lines(), progress_bar("copying") as bar:
         report = zarrckpt.copy(ckpt, target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -147,18 +153,3 @@ def print_uncast(names: Sequence[str]) -> None:
 
 _UNCAST_NAMED = 3
 """Maximum number of names that are printed. ``--json`` prints all."""
-
-
-@contextmanager
-def warnings_as_lines() -> Iterator[None]:
-    """Print warnings as lines, and raise ValueError for wrong options as an error of usage."""
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    except CheckpointError:
-        raise
-    except ValueError as err:
-        raise click.UsageError(str(err)) from err
-    for warning in caught:
-        print_line(f"warning: {warning.message}", err=True)

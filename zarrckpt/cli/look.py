@@ -61,9 +61,9 @@ def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json:
     except (CheckpointNotFoundError, ForeignObjectsError):
         if patterns:
             raise
-        from zarrckpt.cli._folders import list_checkpoints, list_runs, print_listing
+        from zarrckpt.cli._folders import list_run, list_runs, print_listing
 
-        listing = list_checkpoints(url, storage_options)
+        listing = list_run(url, storage_options)
         if not listing.rows:
             listing = list_runs(url, storage_options)
         if not listing.rows:

@@ -84,7 +84,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         refuse_non_data(self.faults(checkpoint), PICKLE_HINT)
         warn_of_last(checkpoint)
         prepare_local_path(url)
-        self.save(checkpoint, url, run_metadata(checkpoint), no_dist=True, storage_options=storage_options)
+        self.save(checkpoint, url, run_metadata(checkpoint, path), no_dist=True, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: str | PurePath, map_location: Any = None, weights_only: bool | None = None
@@ -293,10 +293,16 @@ def _warn_once(folder: str) -> None:
     )
 
 
-def run_metadata(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step and the epoch of a Trainer's checkpoint, for its metadata."""
+def run_metadata(checkpoint: Mapping[str, Any], path: str | PurePath) -> dict[str, Any]:
+    """Return the metadata of a Trainer's checkpoint: the metrics that ModelCheckpoints monitor, the step, the epoch."""
+    found: dict[str, Any] = {}
+    for state in checkpoint.get("callbacks", {}).values():
+        # A ModelCheckpoint notes the score under the path before it saves. Its current_score may be an earlier one.
+        scores = state.get("best_k_models") if isinstance(state, Mapping) else None
+        if scores and str(path) in scores and isinstance(state.get("monitor"), str):
+            found[state["monitor"]] = scores[str(path)]
     names = {"global_step": "step", "epoch": "epoch"}
-    return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
+    return found | {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
 
 
 def _remove_saved(url: str, storage_options: Mapping[str, Any] | None) -> None:

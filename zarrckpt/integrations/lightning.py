@@ -244,7 +244,7 @@ class _TrainerStrategy(ShardedStrategy):
         self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         """Save the checkpoint that Lightning built. Called on all ranks. Raises the errors of :func:`zarrckpt.save`."""
-        metadata = run_metadata(checkpoint)
+        metadata = run_metadata(checkpoint, filepath)
         given, self._given_weights = self._given_weights, {}
         weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if weights.keys() == given.keys() and all(value is given[name] for name, value in weights.items()):
