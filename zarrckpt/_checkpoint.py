@@ -76,7 +76,8 @@ class Checkpoint(Selection):
         """Read entries into new torch tensors, and return the saved nested state dict or a part of it.
 
         ``model.load_state_dict(ckpt.load("model")["model"], assign=True)`` fills a model on the ``meta`` device. Needs
-        torch. One process reads everything; :func:`zarrckpt.load` fills sharded states.
+        torch. One process reads everything; :func:`zarrckpt.load` fills sharded states. The tensors have the order of
+        strides that was saved.
 
         Args:
             keys: patterns as in :meth:`select` (default: everything).

@@ -291,7 +291,7 @@ def _saved_entries(catalog: Catalog) -> SavedEntries:
     """Return the entries of a checkpoint with the form of each tensor."""
     root = catalog.root
     entries = {
-        fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
+        fqn: SavedTensor(entry.grid.shape, torch_dtype(entry), entry.order) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
     return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_non_tensor)

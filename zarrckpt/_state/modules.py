@@ -19,6 +19,7 @@ from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._ranks.torch_private import submodule
 from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
 from zarrckpt._state.saved_entries import RequestedEntries
+from zarrckpt._state.tensors import new_tensor
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
 
 _EXTRA_STATE = "_extra_state"
@@ -92,7 +93,7 @@ class ModuleState:
                 self.entries[name] = new_extra_state(fqn, value, saved)
         forms = {name: saved.tensor(f"{prefix}{name}") for name in self._keys if saved.holds(f"{prefix}{name}")}
         others = {
-            self._keys[name]: value.new_empty(form.shape)
+            self._keys[name]: new_tensor(form.shape, form.order, value.dtype, value.device)
             for name, form in forms.items()
             if form is not None and is_resizable(value := self.entries[name]) and value.shape != form.shape
         }
