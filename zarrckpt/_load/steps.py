@@ -29,7 +29,7 @@ from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._reports import LoadReport
+from zarrckpt._reports import LoadReport, count_text
 from zarrckpt._state.local_state import format_lines
 from zarrckpt._state.objects import convert_for_check, optimizers_and_modules
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
@@ -103,6 +103,7 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
             # In a separate round, because state_dict() may be a collective, which needs all ranks to have restored.
             call_on_all(rounds, "the comparison with what they read", load.check)
         load.warn_of_lost_values()
+        load.warn_of_unset_buffers()
     state_match = load.object_match.state_match
     report = LoadReport(
         url=request.spec.url,
@@ -285,6 +286,16 @@ class _RankLoad:
                     f"stored in it are lost, for example {lost[:3]}. Pass the object itself (an optimizer, not its "
                     f"state_dict()), or keep the dict and pass it to load_state_dict() afterwards"
                 )
+
+    def warn_of_unset_buffers(self) -> None:
+        """Warn if buffers of modules that no checkpoint has were left without values."""
+        modules = self.object_match.plain.modules.items()
+        if unset := [f"{prefix}{path}" for prefix, module in modules for path in module.unset_buffers()]:
+            warn(
+                f"the loaded modules have {count_text(len(unset), 'buffer')} on the meta device or with NaN: "
+                f"{unset[:3]}. They have persistent=False, so no checkpoint has them, and to_empty() leaves them "
+                "uninitialized. Compute them as the constructor does, for example in the module's reset_parameters()"
+            )
 
 
 def _saved_entries(catalog: Catalog) -> SavedEntries:

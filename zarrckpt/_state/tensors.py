@@ -22,7 +22,10 @@ from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_f
 
 OVERLAPS = "is an expanded view or another view with elements that share memory: load into a clone() of it"
 
-META = "is on the meta device: it has no data; materialise it (to_empty) first"
+META = (
+    "is on the meta device, so it has no data: allocate its module with to_empty(), and compute the buffers with "
+    "persistent=False, which to_empty() leaves uninitialized"
+)
 
 LAZY = "is a parameter of a lazy module without a shape: run a forward pass first"
 
