@@ -79,9 +79,10 @@ class ObjectMatch:
         )
         """The targets in :attr:`plain`."""
         self._check()
-        # As after torch.load: these objects keep the tensors that they are passed, so these have the saved strides.
+        # These objects keep the tensors that they are passed. As after torch.load, these have the saved strides.
+        others = self.state_match.names_with_other_strides()
         for optimizers in (False, True):
-            self.replace_by_new_tensors(self.state_match.names_with_other_strides(), optimizers=optimizers)
+            self.replace_by_new_tensors(others, optimizers=optimizers)
         if lost := sorted(containers.lost):
             warn(
                 f"the checkpoint lacks {count_text(len(lost), 'tensor')} that Stateful objects and PerRanks of the "

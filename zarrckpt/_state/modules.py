@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._ranks.torch_private import non_persistent_buffers, submodule, was_written
@@ -74,7 +75,8 @@ class ModuleState:
             self.entries = get_model_state_dict(self._fsdp1)
             return
         self._state_dict = module.state_dict()
-        tensors = [value for value in self._state_dict.values() if isinstance(value, torch.Tensor)]
+        values = self._state_dict.values()
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and not is_lazy(value)]
         self._is_unwritten = bool(tensors) and not any(map(was_written, tensors))
         self.entries = OrderedDict() if type(self._state_dict) is OrderedDict else {}
         for key, value in self._state_dict.items():
