@@ -75,8 +75,9 @@ class Checkpoint(Selection):
     ) -> dict[str, Any]:
         """Read entries into new torch tensors, and return the saved nested state dict or a part of it.
 
-        ``model.load_state_dict(ckpt.load("model")["model"], assign=True)`` fills a model on the ``meta`` device. Needs
-        torch. One process reads everything; :func:`zarrckpt.load` fills sharded states.
+        ``model.load_state_dict(ckpt.load("model")["model"], assign=True)`` fills a model on the ``meta`` device, except
+        buffers with ``persistent=False``, which no checkpoint has. The tensors have the order of strides that was
+        saved. Needs torch. One process reads everything; :func:`zarrckpt.load` fills sharded states.
 
         Args:
             keys: patterns as in :meth:`select` (default: everything).

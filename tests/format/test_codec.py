@@ -83,7 +83,11 @@ def nodes(draw: st.DrawFn) -> ArrayNode:
     shape = tuple(draw(SIZES) for _ in range(draw(st.sampled_from([2, 2, 3, 1, 0]))))
     chunk = tuple(draw(st.sampled_from([10, 14, 21, 6, 1])) for _ in shape)
     grid = Grid(shape, chunk, draw(subchunks_of(chunk)))
-    return ArrayNode("a", grid, by_name(draw(st.sampled_from(sorted(DTYPES)))), compression=draw(compressions))
+    order = draw(st.permutations(range(len(shape))))
+    dtype = by_name(draw(st.sampled_from(sorted(DTYPES))))
+    return ArrayNode(
+        "a", grid, dtype, compression=draw(compressions), order=() if order == sorted(order) else tuple(order)
+    )
 
 
 def elements_of(node: ArrayNode) -> np.ndarray[Any, Any]:

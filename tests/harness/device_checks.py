@@ -28,6 +28,9 @@ def round_trip(device: torch.device, folder: str) -> None:
         for name, tensor in (on_cpu | views).items():
             assert targets[name].device == state[name].device and bits(targets[name].cpu()) == bits(tensor), name
         assert torch.equal(targets["on_cpu"], torch.arange(9))
+        for name, tensor in zarrckpt.open(url).iter_tensors([*views], device=device):
+            assert tensor.device.type == device.type and bits(tensor.cpu()) == bits(views[name]), name
+            assert tensor.stride() == torch.empty_like(views[name]).stride(), name
 
 
 def _trained(device: torch.device, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

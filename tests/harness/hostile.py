@@ -141,6 +141,7 @@ def state(number: int = 0) -> dict[Any, Any]:
             "half": torch.arange(5).bfloat16() + number,
             "scalar": torch.tensor(3 + number),
             "empty": torch.zeros(0, 3),
+            "columns": torch.arange(6.0).reshape(2, 3).t() + number,
             "flags": torch.tensor([True, False]),
         },
         "layers": [torch.ones(2), {"b": torch.ones(1), "n": number}, "text"],

@@ -265,6 +265,44 @@ def test_targets_on_the_meta_device_are_named(given: str, disk: Place) -> None:
     assert "'model.2.weight' is on the meta device" in str(caught.value) and not other.any()
 
 
+class _WithBuffers(nn.Module):
+    """A module with buffers of all kinds that no checkpoint has. ``spare`` is NaN by intention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.reset_buffers()
+        self.register_buffer("spare", torch.full((2,), torch.nan), persistent=False)
+
+    def reset_buffers(self) -> None:
+        angles = torch.arange(4, device=self.proj.weight.device) / 8
+        buffers = {"frequencies": angles, "rotations": torch.polar(torch.ones_like(angles), angles)}
+        buffers |= {"mask": torch.full_like(angles, -torch.inf), "places": torch.arange(4), "none": angles[:0]}
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_loads_warn_of_buffers_that_to_empty_left_without_values(disk: Place) -> None:
+    zarrckpt.save({"model": _WithBuffers()}, disk.url)
+    zarrckpt.load({"model": _WithBuffers()}, disk.url)
+    with torch.device("meta"):
+        allocated, reset, assigned = _WithBuffers(), _WithBuffers(), _WithBuffers()
+    # Memory that is not initialized can hold anything.
+    for model in (allocated, reset):
+        model.to_empty(device="cpu")
+        for buffer in model.buffers():
+            buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else 0)
+    with pytest.warns(UserWarning, match=r"4 buffers.*'model\.frequencies', 'model\.mask', 'model\.rotations'"):
+        zarrckpt.load({"model": allocated}, disk.url)
+    reset.reset_buffers()
+    reset.spare.zero_()
+    zarrckpt.load({"model": reset}, disk.url)
+    assigned.load_state_dict(allocated.state_dict(), assign=True)
+    with pytest.warns(UserWarning, match=r"6 buffers on the meta device.*'model\.frequencies'"):
+        zarrckpt.load({"model": assigned}, disk.url)
+
+
 # -- modules whose entries change their shape, or that load in a special way
 
 

@@ -551,7 +551,7 @@ def test_the_log_names_missing_ranks_on_waiting_ranks(monkeypatch: pytest.Monkey
         job.pass_time()
         job.ranks[3].protocol.has_progressed = True  # type: ignore[union-attr]
         deliver_all(job)
-    text = f"call a 1: waiting for rank {FIRST + 3} (round 1)"
+    text = f"call a 1: waiting for rank {FIRST + 3} (round 1). {call_group.ALONE}"
     assert [rank.warnings for rank in job.ranks] == [[text], [text], [text], [], [text]]
 
 

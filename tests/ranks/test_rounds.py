@@ -480,8 +480,11 @@ def _warns() -> Any:
 
 def test_the_log_names_missing_ranks() -> None:
     answers = run_ranks(_warns)
-    waiting = "save to a: waiting for rank 2 (parts)"
-    assert answers == [["save to a: waiting for rank 3 to make this call", waiting], [waiting], [], [waiting]]
+    waiting = "save to a: waiting for rank 2 (parts). If only one rank is to make this call, pass no_dist=True"
+    joining = (
+        "save to a: waiting for rank 3 to make this call. If only one rank is to make this call, pass no_dist=True"
+    )
+    assert answers == [[joining, waiting], [waiting], [], [waiting]]
 
 
 # Ranks that are killed, stopped or interrupted.

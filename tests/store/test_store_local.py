@@ -92,6 +92,12 @@ def test_a_failed_write_leaves_only_the_old_object(
     assert files_below(tmp_path / "root") == {"k"}
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_filesystem_without_new_files_is_named() -> None:
+    with pytest.raises(StorageError, match=r"No such file or directory: '/proc/ckpt.*as /proc is.*another path"):
+        open_store("/proc/ckpt").put("k", [b"new"])
+
+
 def test_leftovers_of_a_crash_are_no_objects_and_deleted_with_the_key(store: Store, tmp_path: Path) -> None:
     (tmp_path / "root/a").mkdir(parents=True)
     part = _local_commit.write_temp(str(tmp_path / "root/a/k"), [[memoryview(b"half")]], unique=False, sync=False)

@@ -11,7 +11,6 @@ import torch
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.chunk_codec import BoxTarget
-from zarrckpt._format.chunk_layout import raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.matching import select
@@ -22,7 +21,7 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import Job
 from zarrckpt._read.selection import Selection, catalog_of
 from zarrckpt._state.accelerators import wait_for_streams
-from zarrckpt._state.tensors import CopiedTensor, transfer_memory
+from zarrckpt._state.tensors import CopiedTensor, new_tensor, permute_back, permute_shape, raw_view, transfer_memory
 
 
 def iter_tensors(
@@ -62,12 +61,13 @@ class _PendingTensor:
         if device.type == "cpu":
             # Its jobs make no torch calls, which wait for the interpreter. Without the 1, empty memory has stride 0.
             memory = plain_bytes(self.nbytes or 1)[: self.nbytes]
-            target = memory.view(raw_dtype(dtype.itemsize)).reshape(node.grid.shape)
-            self._tensor = torch.from_numpy(memory).view(getattr(torch, dtype.name)).reshape(node.grid.shape)
+            flat = torch.from_numpy(memory).view(getattr(torch, dtype.name))
+            self._tensor = permute_back(flat.reshape(permute_shape(node.grid.shape, node.order)), node.order)
+            target = raw_view(self._tensor)
         else:
             # The memory can be that of a dropped tensor which the caller's stream still uses. Jobs use other streams.
             wait_for_streams([device])
-            self._tensor = torch.empty(node.grid.shape, dtype=getattr(torch, dtype.name), device=device)
+            self._tensor = new_tensor(node.grid.shape, node.order, getattr(torch, dtype.name), device)
             target = CopiedTensor(self._tensor, self._tensor.dtype)
         self._cast = None if dtype == node.dtype else CastTarget(node.dtype, dtype, target)
         self.target = target if self._cast is None else self._cast

@@ -69,6 +69,8 @@ class ArrayNode:
 
     ``path`` is relative to the tree (the checkpoint's url joined with the tree's name). A ``portable`` array stores a
     type that few readers support as unsigned integers of the same size. ``compression`` applies to each subchunk.
+    ``order`` has the dimensions by descending stride of the saved tensor if that is not C order. Chunks do not depend
+    on it.
     """
 
     path: str
@@ -76,6 +78,7 @@ class ArrayNode:
     dtype: DType
     portable: bool = False
     compression: Compression | None = None
+    order: Ints = ()
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +91,7 @@ class ArrayNode:
 
     def at(self, path: str) -> ArrayNode:
         """Return the same array under another path."""
-        return ArrayNode(path, self.grid, self.dtype, self.portable, self.compression)
+        return ArrayNode(path, self.grid, self.dtype, self.portable, self.compression, self.order)
 
     def under(self, tree: str) -> ArrayNode:
         """Return the same array with a path relative to the checkpoint's url."""
@@ -96,11 +99,11 @@ class ArrayNode:
 
     def document(self) -> Json:
         """Return the array's ``zarr.json``. Do not change it: arrays that differ only in their path share it."""
-        return _document(self.grid, self.dtype, self.portable, self.compression)
+        return _document(self.grid, self.dtype, self.portable, self.compression, self.order)
 
     def document_bytes(self) -> bytes:
         """Return the stored bytes of the array's ``zarr.json``."""
-        return _document_bytes(self.grid, self.dtype, self.portable, self.compression)
+        return _document_bytes(self.grid, self.dtype, self.portable, self.compression, self.order)
 
 
 _CACHED_DOCUMENTS = 4096
@@ -108,8 +111,9 @@ _CACHED_DOCUMENTS = 4096
 
 
 @functools.lru_cache(_CACHED_DOCUMENTS)
-def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> Json:
+def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None, order: Ints) -> Json:
     stored = dtype.portable if portable else dtype
+    own: Json = ({"dtype": dtype.name} if portable else {}) | ({"order": list(order)} if order else {})
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -121,13 +125,13 @@ def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression
         "codecs": _codecs(grid, stored, compression),
         # xarray refuses arrays without names. Equal names mean equal sizes, so that groups open as datasets.
         "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
-        "attributes": {ATTRIBUTE: {"dtype": dtype.name}} if portable else {},
+        "attributes": {ATTRIBUTE: own} if own else {},
     }
 
 
 @functools.lru_cache(_CACHED_DOCUMENTS)
-def _document_bytes(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> bytes:
-    return json_values.dumps(_document(grid, dtype, portable, compression))
+def _document_bytes(grid: Grid, dtype: DType, portable: bool, compression: Compression | None, order: Ints) -> bytes:
+    return json_values.dumps(_document(grid, dtype, portable, compression, order))
 
 
 def compressible(grid: Grid, dtype: DType) -> bool:
@@ -176,12 +180,17 @@ def parse_array(path: str, document: Any) -> ArrayNode:
             f"{where} has subchunks {sub} of chunks {chunk}. This version of zarrckpt supports only subchunks of "
             "consecutive elements of the chunk. Upgrade zarrckpt, or read it with zarr-python"
         )
-    dtype, portable = _parse_dtype(document, where)
+    attributes = document.get("attributes")
+    own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
+    own = own if isinstance(own, dict) else {}
+    dtype, portable = _parse_dtype(document, own, where)
     # For an empty array, the extents other than 0 are checked too, because numpy multiplies them.
     max_size = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))
     if max_size * dtype.itemsize > _MAX_EXTENT:
         raise CorruptCheckpointError(f"{where} has a shape that is too large for an array")
-    node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where))
+    node = ArrayNode(
+        path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where), _parse_order(own, len(shape))
+    )
     if node.compression is not None and not compressible(node.grid, dtype):
         raise CorruptCheckpointError(
             f"{where} has subchunks too long to be compressed, expected at most {_compression.MAX_BYTES} bytes"
@@ -200,16 +209,23 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     return node
 
 
-def _parse_dtype(document: Json, where: str) -> tuple[DType, bool]:
-    attributes = document.get("attributes")
-    own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
-    name = own.get("dtype") if isinstance(own, dict) else document.get("data_type")
+def _parse_order(own: Json, dimensions: int) -> Ints:
+    """Return the order of strides, or () unless it is a permutation other than C order. Callers compare the result."""
+    order = own.get("order")
+    if not isinstance(order, list) or not all(type(axis) is int for axis in order):
+        return ()
+    in_c_order = [*range(dimensions)]
+    return tuple(order) if sorted(order) == in_c_order != order else ()
+
+
+def _parse_dtype(document: Json, own: Json, where: str) -> tuple[DType, bool]:
+    name = own.get("dtype", document.get("data_type"))
     try:
         dtype = dtypes.by_name(name if isinstance(name, str) else repr(name))
     except CheckpointError as err:
         raise UnsupportedFormatError(f"{where} has the unknown data type {name!r}. Upgrade zarrckpt") from err
     # Core types are stored directly, so for them the attribute is an unexpected member of the document.
-    return dtype, own is not None and not dtype.core
+    return dtype, "dtype" in own and not dtype.core
 
 
 def _parse_compression(codecs: Any, where: str) -> Compression | None:

@@ -19,7 +19,7 @@ from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors,
 from zarrckpt._state.local_state import PER_RANK_FAULT, format_lines
 from zarrckpt._state.per_rank import PerRank, PerRankSources
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
-from zarrckpt._state.tensors import plain_tensor, target_fault
+from zarrckpt._state.tensors import new_tensor, new_tensor_like, plain_tensor, stride_order, target_fault
 from zarrckpt._state.torch_kinds import is_dtensor
 
 _SHAPES_STEP = "Shapes must match, so build the model with the checkpoint's sizes or leave these keys out"
@@ -130,6 +130,16 @@ class StateMatch:
         for stem in self._subtrees:
             del selected[stem]
 
+    def names_with_other_strides(self) -> list[str]:
+        """Return the names of plain tensor targets with another order of strides than the saved tensors."""
+        return [
+            fqn
+            for fqn, leaf in self.leaves.items()
+            if isinstance(leaf, torch.Tensor)
+            and (entry := self._entries[fqn]) is not None
+            and stride_order(leaf) != entry.order
+        ]
+
     def replace_by_new_tensors(self, fqns: Iterable[str]) -> None:
         """Replace tensor targets by new tensors, also in the state. Sharded tensors other than DTensors are kept."""
         copied: set[tuple[Any, ...]] = set()
@@ -138,7 +148,9 @@ class StateMatch:
             sharded = isinstance(self.leaves[fqn], LocalBoxes)
             if sharded and not is_dtensor(leaf):
                 continue
-            new = torch.empty_like(leaf.detach() if sharded else plain_tensor(leaf))
+            entry = self._entries[fqn]
+            assert entry is not None
+            new = new_tensor_like(leaf.detach() if sharded else plain_tensor(leaf), entry.order, leaf.dtype)
             copy_containers(self._state, self.paths[fqn], copied)
             set_leaf(self._state, self.paths[fqn], new)
             self._selected[fqn], self.leaves[fqn] = new, to_local_boxes(fqn, new)
@@ -241,8 +253,7 @@ class StateMatch:
 
 def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
     try:
-        # The default device may not be the CPU.
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        return new_tensor(entry.shape, entry.order, entry.dtype)
     except RuntimeError as err:
         raise CheckpointError(
             f"{fqn!r} has shape {entry.shape} in the checkpoint, which needs more memory than can be allocated. Load "

@@ -79,6 +79,10 @@ class ObjectMatch:
         )
         """The targets in :attr:`plain`."""
         self._check()
+        # These objects keep the tensors that they are passed. As after torch.load, these have the saved strides.
+        others = self.state_match.names_with_other_strides()
+        for optimizers in (False, True):
+            self.replace_by_new_tensors(others, optimizers=optimizers)
         if lost := sorted(containers.lost):
             warn(
                 f"the checkpoint lacks {count_text(len(lost), 'tensor')} that Stateful objects and PerRanks of the "
@@ -194,7 +198,8 @@ def _with_elements(saved: SavedEntries, elements: Mapping[str, StackElement]) ->
                 entries.setdefault(own, saved.entries[own])
         for own in by_stack.get(name, ()):
             assert entry is not None
-            entries[own] = SavedTensor(entry.shape[1:], entry.dtype)
+            order = tuple(axis - 1 for axis in entry.order if axis)
+            entries[own] = SavedTensor(entry.shape[1:], entry.dtype, order)
     paths = {**saved.paths, **{name: element.path for name, element in elements.items()}}
     return dataclasses.replace(saved, entries=entries, paths=paths)
 

@@ -29,7 +29,7 @@ from zarrckpt._ranks.calls import call_on_all, call_on_coordinator
 from zarrckpt._ranks.group import Ranks, global_rank
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._reports import LoadReport
+from zarrckpt._reports import LoadReport, count_text
 from zarrckpt._state.local_state import format_lines
 from zarrckpt._state.objects import convert_for_check, optimizers_and_modules
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
@@ -103,6 +103,7 @@ def load_on_ranks(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> 
             # In a separate round, because state_dict() may be a collective, which needs all ranks to have restored.
             call_on_all(rounds, "the comparison with what they read", load.check)
         load.warn_of_lost_values()
+        load.warn_of_unset_buffers()
     state_match = load.object_match.state_match
     report = LoadReport(
         url=request.spec.url,
@@ -286,12 +287,22 @@ class _RankLoad:
                     f"state_dict()), or keep the dict and pass it to load_state_dict() afterwards"
                 )
 
+    def warn_of_unset_buffers(self) -> None:
+        """Warn if buffers of modules that no checkpoint has were left without values."""
+        modules = self.object_match.plain.modules.items()
+        if unset := [f"{prefix}{path}" for prefix, module in modules for path in module.unset_buffers()]:
+            warn(
+                f"the loaded modules have {count_text(len(unset), 'buffer')} on the meta device or with NaN: "
+                f"{unset[:3]}. They have persistent=False, so no checkpoint has them, and to_empty() leaves them "
+                "uninitialized. Compute them as the constructor does, for example in the module's reset_parameters()"
+            )
+
 
 def _saved_entries(catalog: Catalog) -> SavedEntries:
     """Return the entries of a checkpoint with the form of each tensor."""
     root = catalog.root
     entries = {
-        fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
+        fqn: SavedTensor(entry.grid.shape, torch_dtype(entry), entry.order) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
     return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_non_tensor)

@@ -41,7 +41,7 @@ class Changes:
         if not compressible(grid, dtype):
             compression = None
         portable = (self.portable or old.portable) and not dtype.core
-        return ArrayNode(old.path, grid, dtype, portable, compression)
+        return ArrayNode(old.path, grid, dtype, portable, compression, old.order)
 
     def _grid(self, fqn: str, old: Grid, itemsize: int) -> Grid:
         shape = old.shape

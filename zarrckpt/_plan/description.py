@@ -45,6 +45,8 @@ class DescribedEntry(NamedTuple):
     """The number of the tensor's sharding in the description."""
     boxes: tuple[Box, ...] | None = None
     """This rank's boxes of the tensor, if no sharding describes them."""
+    order: Ints = ()
+    """The dimensions by descending stride of this rank's memory, or () for C order."""
 
 
 @record
@@ -83,10 +85,7 @@ class Description:
     @cached_property
     def digest(self) -> bytes:
         """A digest of 16 bytes, the same in every process."""
-        rows = [
-            (path.keys, path.containers, path.rank_at, kind, shape, dtype, sharding, boxes)
-            for path, kind, shape, dtype, sharding, boxes in self.entries
-        ]
+        rows = [(entry.path.keys, entry.path.containers, entry.path.rank_at, *entry[1:]) for entry in self.entries]
         groups = [(group.path.keys, *group[1:]) for group in self.groups]
         fields = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups)
         return hashlib.blake2b(repr(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()

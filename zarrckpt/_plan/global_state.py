@@ -34,6 +34,8 @@ class GlobalTensor:
     """The same object for all tensors with this shape and these boxes."""
     whole: bool = False
     """Whether one rank must write the whole tensor, see ``owners.PlannedTensor``."""
+    order: Ints = ()
+    """The dimensions by descending stride of every rank's memory, or () for C order and if ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,8 @@ class _GlobalStateBuilder:
         key = (entry.shape, rows, tuple(saved_rank.items()))
         if key not in self._known:
             self._known[key] = self._find_holders(fqn, entry.shape, occurrences, saved_rank)
-        return GlobalTensor(fqn, entry.shape, dtype_of(fqn, entry.dtype), *self._known[key])
+        order = _common_order([one.entry for one in occurrences])
+        return GlobalTensor(fqn, entry.shape, dtype_of(fqn, entry.dtype), *self._known[key], order)
 
     def _find_holders(
         self, fqn: str, shape: Ints, occurrences: Sequence[_Occurrence], saved_rank: Mapping[Ints, int]
@@ -302,7 +305,9 @@ class _GlobalStateBuilder:
         shape = own.entry.shape
         box = Box((0,) * len(shape), shape)
         holders = Holders([BoxOnRanks(box, (own.rank,))] if box.size else [])
-        return GlobalTensor(own.path.fqn, shape, dtype_of(own.path.fqn, own.entry.dtype), holders)
+        return GlobalTensor(
+            own.path.fqn, shape, dtype_of(own.path.fqn, own.entry.dtype), holders, order=own.entry.order
+        )
 
     # -- values
 
@@ -368,6 +373,11 @@ def _ranks_by_box(gathered: AllDescriptions, occurrences: Iterable[_Occurrence])
     return found
 
 
+def _common_order(entries: Sequence[DescribedEntry]) -> Ints:
+    order = entries[0].order
+    return order if all(entry.order == order for entry in entries) else ()
+
+
 def _is_plain(entry: DescribedEntry) -> bool:
     return entry.kind == "tensor" and entry.sharding == REPLICATED and entry.boxes is None
 
@@ -381,7 +391,9 @@ def _stack_tensors(fqn: str, rows: Sequence[_PerRankEntry], known: dict[object, 
         origin = (0,) * len(shape)
         boxes = (Box((index, *origin), (1, *shape)) for index in range(len(rows)))
         known[key] = Holders([BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
-    return GlobalTensor(fqn, (len(rows), *shape), dtype, known[key])
+    inner = _common_order([own.entry for own in rows])
+    order = (0, *(axis + 1 for axis in inner)) if inner else ()
+    return GlobalTensor(fqn, (len(rows), *shape), dtype, known[key], order=order)
 
 
 def dtype_of(fqn: str, name: str) -> dtypes.DType:

@@ -101,7 +101,7 @@ class SavePlan:
     def digest(self) -> bytes:
         """A digest of 16 bytes that must be equal on all ranks."""
         tensors = self.layout.tensors.items()
-        nodes = [(fqn, n.path, n.grid, n.dtype.name, n.portable, n.compression) for fqn, n in tensors]
+        nodes = [(fqn, n.path, n.grid, n.dtype.name, n.portable, n.compression, n.order) for fqn, n in tensors]
         text = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(self.chunk_owners.owner.astype("<i8").tobytes())
@@ -136,7 +136,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
                 grid = earlier if kept[holders, earlier] else grid
             chosen = options.compression if compressible(grid, tensor.dtype) else None
             portable = options.portable and not tensor.dtype.core
-            tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
+            tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen, tensor.order)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
         layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.world_size)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.

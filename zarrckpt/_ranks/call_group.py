@@ -11,6 +11,9 @@ FANOUT = 32
 WARN_SECONDS = 30.0
 """Seconds of waiting after which missing ranks are logged."""
 
+ALONE = "If only one rank is to make this call, pass no_dist=True"
+"""The next step for a call that other ranks do not make."""
+
 
 @dataclass(frozen=True)
 class CallGroup:

@@ -17,7 +17,7 @@ from typing import Any
 
 from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks import call_group as call_groups
-from zarrckpt._ranks.call_group import CallGroup
+from zarrckpt._ranks.call_group import ALONE, CallGroup
 from zarrckpt._ranks.errors import MAX_TEXT, escape_text
 from zarrckpt._ranks.links import Addresses, clone_store, create_gloo_group, default_store
 
@@ -147,17 +147,16 @@ class _Rendezvous:
                 known, since = count, now
             if now - began > call_groups.WARN_SECONDS and call_group.position == 0 and not warned:
                 warned = True
-                log.warning(
-                    "%s: waiting for %s to make this call", call_group.call, call_group.format_positions(absent())
-                )
+                missing_ranks = call_group.format_positions(absent())
+                log.warning("%s: waiting for %s to make this call. %s", call_group.call, missing_ranks, ALONE)
             time.sleep(min(0.5, max(0.002, (now - began) / 10)))
 
     def _absent_text(self, missing: list[int]) -> str:
         call_group = self._call_group
         return (
             f"{call_group.call}: {call_group.format_positions(missing)} did not make this call within "
-            f"{call_group.timeout:g} s. All ranks must make it. See the logs of these ranks, or set a larger timeout "
-            "in SaveOptions or LoadOptions"
+            f"{call_group.timeout:g} s. All ranks must make it. {ALONE}. See the logs of these ranks, or set a larger "
+            "timeout in SaveOptions or LoadOptions"
         )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:

@@ -390,7 +390,8 @@ class RoundProtocol:
         elif is_waiting and not round.warned and now - round.since > call_groups.WARN_SECONDS:
             round.warned = True
             missing = self._awaited if round.sent else round.missing_ranks(group, self._tree)
-            self._actions.append(Warn(f"{group.call}: waiting for {format_ranks(missing)} ({round.name})"))
+            alone = f". {call_groups.ALONE}" if round.number == 1 else ""
+            self._actions.append(Warn(f"{group.call}: waiting for {format_ranks(missing)} ({round.name}){alone}"))
 
     def _refuse(self, peer: int, reason: str) -> None:
         """Break the connections because of an invalid message of a peer."""

@@ -54,6 +54,27 @@ def submodule(module: Any, name: str) -> Any:
     return module._modules.get(name)
 
 
+def non_persistent_buffers(module: Any) -> list[tuple[str, Any]]:
+    """Return the buffers of a module, by path, that were registered with ``persistent=False``.
+
+    Hooks can rename entries of a state dict, so its keys do not identify the other buffers.
+    """
+    return [
+        (f"{path}.{name}" if path else name, inner._buffers[name])
+        for path, inner in module.named_modules()
+        for name in sorted(inner._non_persistent_buffers_set)
+        if inner._buffers.get(name) is not None
+    ]
+
+
+def was_written(tensor: Any) -> bool:
+    """Whether a tensor was changed in place since it was made, as parameters are by their initialization.
+
+    ``to_empty`` makes new tensors. No public attribute distinguishes these.
+    """
+    return bool(tensor.is_inference() or tensor._version)
+
+
 def checkpoint_offset(storage: Any) -> int:
     """Return the byte offset in the file of a storage that was loaded within :func:`without_data`."""
     offset: int = storage._checkpoint_offset

@@ -12,7 +12,7 @@ import torch
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._plan.shards import Cut, LocalBox, Sharding, held_boxes
-from zarrckpt._state.tensors import plain_tensor
+from zarrckpt._state.tensors import plain_tensor, stride_order
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 
@@ -34,6 +34,12 @@ class LocalBoxes:
     def boxes(self) -> list[Box]:
         """The boxes of the global tensor that this rank holds. The list can be empty."""
         return [box for box, _ in self._tensors]
+
+    @property
+    def order(self) -> Ints:
+        """The dimensions of the local memory by descending stride, or () for C order and if boxes differ."""
+        orders = {stride_order(tensor) for _, tensor in self._tensors}
+        return orders.pop() if len(orders) == 1 else ()
 
     @cached_property
     def _by_offset(self) -> dict[Ints, torch.Tensor]:
@@ -64,6 +70,11 @@ class DTensorBoxes(LocalBoxes):
         self._mesh, self._placements = tensor.device_mesh, tensor.placements
         self._local = plain_tensor(tensor.to_local()) if local is None else local
         self.dtype = self._local.dtype
+
+    @property
+    def order(self) -> Ints:
+        """The dimensions of the local tensor by descending stride, or () for C order. Also known without elements."""
+        return stride_order(self._local)
 
     @cached_property
     def sharding(self) -> Sharding:  # type: ignore[override]

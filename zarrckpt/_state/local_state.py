@@ -25,7 +25,7 @@ from zarrckpt._state.group_options import ParameterNames
 from zarrckpt._state.local_boxes import LocalBoxes, local_tensors, to_local_boxes
 from zarrckpt._state.objects import convert_for_save
 from zarrckpt._state.per_rank import PerRank
-from zarrckpt._state.tensors import memory_fault, plain_tensor
+from zarrckpt._state.tensors import memory_fault, plain_tensor, stride_order
 from zarrckpt._state.torch_kinds import is_dtensor
 
 PER_RANK_FAULT = "is a PerRank, which zarrckpt.save, async_save and load accept, but DCP's own calls do not"
@@ -75,7 +75,8 @@ class LocalState:
             path = path if path.rank_at is None else path.with_rank(RANKS)
             if isinstance(leaf, LocalBoxes | torch.Tensor):
                 dtype_of(fqn, str(leaf.dtype))
-                entries.append(tensor_entry(path, leaf, str(leaf.dtype), shardings))
+                order = stride_order(leaf) if isinstance(leaf, torch.Tensor) else leaf.order
+                entries.append(tensor_entry(path, leaf, str(leaf.dtype), shardings)._replace(order=order))
             else:
                 entries.append(DescribedEntry(path, _kind_of(fqn, leaf)))
         return Description(tuple(entries), tuple(shardings), groups=tuple(self._groups))

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
-from zarrckpt._ranks.torch_private import submodule
+from zarrckpt._ranks.torch_private import non_persistent_buffers, submodule, was_written
+from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
 from zarrckpt._state.saved_entries import RequestedEntries
+from zarrckpt._state.tensors import memory_fault, new_tensor
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
 
 _EXTRA_STATE = "_extra_state"
@@ -63,6 +66,8 @@ class ModuleState:
         self._module = module
         self._options = {"strict": False} if takes(module.load_state_dict, {}, strict=False) else {}
         self._keys: dict[str, str] = {}
+        self._is_unwritten = False
+        """Whether nothing has written to the tensors before the load, as after ``to_empty``."""
         self._fsdp1 = fsdp1_of(module)
         if self._fsdp1 is not None:
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -70,6 +75,9 @@ class ModuleState:
             self.entries = get_model_state_dict(self._fsdp1)
             return
         self._state_dict = module.state_dict()
+        values = self._state_dict.values()
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and not is_lazy(value)]
+        self._is_unwritten = bool(tensors) and not any(map(was_written, tensors))
         self.entries = OrderedDict() if type(self._state_dict) is OrderedDict else {}
         for key, value in self._state_dict.items():
             name = canonical_name(module, key)
@@ -92,7 +100,7 @@ class ModuleState:
                 self.entries[name] = new_extra_state(fqn, value, saved)
         forms = {name: saved.tensor(f"{prefix}{name}") for name in self._keys if saved.holds(f"{prefix}{name}")}
         others = {
-            self._keys[name]: value.new_empty(form.shape)
+            self._keys[name]: new_tensor(form.shape, form.order, value.dtype, value.device)
             for name, form in forms.items()
             if form is not None and is_resizable(value := self.entries[name]) and value.shape != form.shape
         }
@@ -117,6 +125,14 @@ class ModuleState:
                 f"own state_dict(), for example {untaken[:5]}: add a hook that accepts them"
             )
 
+    def unset_buffers(self) -> list[str]:
+        """Return the paths of non-persistent buffers on the meta device, or with NaN in a module made by to_empty."""
+        return [
+            path
+            for path, buffer in non_persistent_buffers(self._module)
+            if buffer.is_meta or (self._is_unwritten and any(map(_has_nan, local_tensors(buffer))))
+        ]
+
     def _is_in_place(self, key: str) -> bool:
         """Whether an entry shares memory with the module's own tensors, so that it is loaded already."""
         value = self._state_dict.get(key) if self._fsdp1 is None else None
@@ -124,6 +140,14 @@ class ModuleState:
             return False
         own = itertools.chain(self._module.parameters(), self._module.buffers())
         return _address(value) in {_address(tensor) for tensor in own}
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    if memory_fault(tensor) is not None or not tensor.numel():
+        return False
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    # amin() propagates NaN and needs no memory. It does not support float8.
+    return real.is_floating_point() and real.element_size() > 1 and bool(real.amin().isnan())
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -62,6 +62,8 @@ class PlainState:
     closed_dicts: set[str] = field(default_factory=set)
     """fqns of dicts that accept no new entries if they are empty: of modules, and of the state of optimizers."""
     optimizers: list[OptimizerTarget] = field(default_factory=list)
+    modules: dict[str, ModuleState] = field(default_factory=dict)
+    """The modules to load into, by name prefix."""
     stateful_prefixes: list[str] = field(default_factory=list)
     """Name prefixes of other Stateful objects. They can change the values that they load."""
     per_rank: set[str] = field(default_factory=set)
@@ -196,6 +198,7 @@ class _Converter:
         state, prefix = ModuleState(module), prefix_of(keys)
         if self._saved is not None:
             state.resize(prefix, self._saved)
+            self._plain.modules[prefix] = state
         self._plain.exact_prefixes.append(prefix)
         self._plain.closed_dicts.add(prefix[:-1])
         self._plain.restore_calls.append((keys, state.restore))

@@ -24,7 +24,7 @@ from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.modules import fsdp1_of, parameter_names
 from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
 from zarrckpt._state.saved_entries import RequestedEntries
-from zarrckpt._state.tensors import is_wrapper
+from zarrckpt._state.tensors import is_wrapper, new_tensor_like
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
 
 
@@ -254,9 +254,13 @@ def _slot_memory(fqn: str, parameter: torch.Tensor, saved: RequestedEntries) -> 
         return None
     if entry.shape != parameter.shape and not is_sharded_tensor(parameter):
         return None
-    # zeros_like of a wrapped parameter is not wrapped, so optimizers create such state too.
-    make = torch.zeros_like if any(map(is_wrapper, local_tensors(parameter))) else torch.empty_like
-    return make(parameter.detach(), dtype=entry.dtype)
+    like = parameter.detach()
+    if any(map(is_wrapper, local_tensors(parameter))):
+        # zeros_like of a wrapped parameter is not wrapped, so optimizers create such state too.
+        return torch.zeros_like(like, dtype=entry.dtype)
+    if is_sharded_tensor(parameter):
+        return torch.empty_like(like, dtype=entry.dtype)
+    return new_tensor_like(like, entry.order, entry.dtype)
 
 
 def _undo_cast(arrived: Any, loaded: Any, allow_cast: bool) -> Any:

@@ -15,6 +15,7 @@ from zarrckpt._ranks.torch_private import submodule
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
 from zarrckpt._state.saved_entries import RequestedEntries
+from zarrckpt._state.tensors import new_tensor
 
 
 def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
@@ -48,13 +49,13 @@ def new_extra_state(fqn: str, value: Any, saved: RequestedEntries) -> Any:
         fits = form is not None and (form.shape, form.dtype) == (tuple(value.shape), value.dtype)
         if fits or not is_resizable(value):
             return value
-        return None if form is None else torch.empty(form.shape, dtype=form.dtype, device=value.device)
+        return None if form is None else new_tensor(form.shape, form.order, form.dtype, value.device)
     names = {*saved.below(f"{fqn}.")} or {fqn}
     forms = {
         name: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
         for name, leaf in leaves.items()
     }
-    return value if forms == {name: saved.tensor(name) for name in names} else None
+    return value if forms == {name: (form := saved.tensor(name)) and form[:2] for name in names} else None
 
 
 def taken_shapes(module: nn.Module, others: Mapping[str, torch.Tensor]) -> set[str]:

@@ -20,6 +20,8 @@ class SavedTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+    """The dimensions by descending stride of new tensors, or () for C order."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,13 +15,17 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import MAX_E4M3FN
+from zarrckpt._format.grid import Ints
 from zarrckpt._jobs import Bytes, BytesBudget
 from zarrckpt._ranks.torch_private import INNER_TENSORS, detached_without_subclass, is_in_transform
 from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_for_streams
 
 OVERLAPS = "is an expanded view or another view with elements that share memory: load into a clone() of it"
 
-META = "is on the meta device: it has no data; materialise it (to_empty) first"
+META = (
+    "is on the meta device, so it has no data: allocate its module with to_empty(), and compute the buffers with "
+    "persistent=False, which to_empty() leaves uninitialized"
+)
 
 LAZY = "is a parameter of a lazy module without a shape: run a forward pass first"
 
@@ -181,6 +186,40 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (n - 1)
     return False
+
+
+def stride_order(tensor: torch.Tensor) -> Ints:
+    """Return the dimensions of a tensor by descending stride, or () for C order and for expanded tensors."""
+    return _stride_order(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(1024)
+def _stride_order(shape: Ints, strides: Ints) -> Ints:
+    in_c_order = tuple(range(len(shape)))
+    # A dimension of length 1 follows the dimension with the same stride, because it does not change the next stride.
+    order = tuple(sorted(in_c_order, key=lambda axis: (-strides[axis], -shape[axis])))
+    return () if order == in_c_order or 0 in strides else order
+
+
+def new_tensor(shape: Ints, order: Ints, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return a new tensor without values. Its strides descend in an order of dimensions; () is C order."""
+    return permute_back(torch.empty(permute_shape(shape, order), dtype=dtype, device=device), order)
+
+
+def new_tensor_like(tensor: torch.Tensor, order: Ints, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor as :func:`new_tensor` does, on the device and with the sharding of another one."""
+    like = tensor.permute(order) if order else tensor
+    return permute_back(torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format), order)
+
+
+def permute_shape(shape: Ints, order: Ints) -> Ints:
+    """Return the lengths of dimensions in the order of their strides."""
+    return tuple(shape[axis] for axis in order) if order else shape
+
+
+def permute_back(tensor: torch.Tensor, order: Ints) -> torch.Tensor:
+    """Return a view of a tensor, whose dimensions are in the order of their strides, with the original order."""
+    return tensor.permute([order.index(axis) for axis in range(tensor.ndim)]) if order else tensor
 
 
 def torch_dtype(node: ArrayNode) -> torch.dtype:

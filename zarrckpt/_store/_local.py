@@ -324,23 +324,23 @@ class LocalStore(Store):
         path = self.path_of(key)
         folder = os.path.dirname(path)
 
-        def attempt(path: str) -> bool:
+        def attempt(path: str) -> OSError | None:
             try:
                 self._folders.make(folder)
                 work(path)
                 self._folders.note_changes([folder])
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 # A clean-up removed the folder while it was empty, perhaps with others.
                 self._folders.forget()
-                return False
-            return True
+                return error
+            return None
 
         for _ in range(_WRITE_TRIES):
-            if self._call_on(verb, path, attempt):
+            if (error := self._call_on(verb, path, attempt)) is None:
                 return
         raise StorageError(
-            f"{verb} {path!r} failed: another process removed its folder {_WRITE_TRIES} times. Check that no clean-up "
-            "runs there, and try again"
+            f"{verb} {path!r} failed {_WRITE_TRIES} times: {error}. Either this is a file system without new files, as "
+            "/proc is, or another process removes the folder: choose another path, or stop the clean-up that runs there"
         )
 
     def _call_on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
