@@ -29,8 +29,8 @@ from zarrckpt._format.torch_archives import (
     ALLOW,
     ARCHIVE,
     DEQUE,
-    StandIn,
-    StandInType,
+    RefusedObject,
+    RefusedType,
     load_torch,
     refuse_expanded,
     refused_types,
@@ -296,7 +296,7 @@ def _torch_file(path: Path, allow_pickle: bool) -> _Source:
         raise CorruptCheckpointError(
             f"{path} is not a complete file of torch.save: {type(err).__name__}: {err}"
         ) from err
-    if isinstance(found, StandIn):
+    if isinstance(found, RefusedObject):
         raise UnsafeValueError(f"{path} is a {found.refused_name}, expected a dict: {ALLOW}")
     if not isinstance(found, Mapping):
         raise UnsupportedValueError(f"{path} has a {type(found).__name__}, expected a dict")
@@ -325,7 +325,7 @@ def _loaded_entries(path: Path, state: Mapping[Any, Any], refused: Sequence[str]
 
 def _refused_in(value: object) -> str:
     """Return the names of the refused types in a value, or ""."""
-    found = find_instances(value, (torch.Tensor, StandIn, StandInType))
+    found = find_instances(value, (torch.Tensor, RefusedObject, RefusedType))
     return ", ".join(sorted({item.refused_name for item in found if not isinstance(item, torch.Tensor)}))
 
 
@@ -334,7 +334,7 @@ def _replace_refused_containers(container: Any) -> None:
     for key, item in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
         if isinstance(item, dict | list):
             inside = [*item] if isinstance(item, dict) else item[:1]
-            refused = [part for part in inside if isinstance(part, StandIn)]
+            refused = [part for part in inside if isinstance(part, RefusedObject)]
             if refused and (isinstance(item, dict) or refused[0].refused_name == DEQUE):
                 container[key] = refused[0]
             else:

@@ -30,7 +30,7 @@ def load_torch(
 ) -> Any:
     """Load a file of ``torch.save`` to the CPU. Checks the indices of sparse tensors, because torch trusts them.
 
-    Objects of the ``refused`` types become a :class:`StandIn`, and no code of these types runs.
+    Objects of the ``refused`` types become a :class:`RefusedObject`, and no code of these types runs.
 
     Raises ValueError for an archive with compressed members. They could be a thousand times larger than the file. Also
     raises the errors of ``torch.load``, which can be any error for bad input.
@@ -42,7 +42,7 @@ def load_torch(
     stand_ins: list[Any] = []
     for name in refused:
         own = {"refused_name": name, "_thread": threading.get_ident()}
-        stand_ins.append((StandInType("StandIn", (StandIn,), own), name))
+        stand_ins.append((RefusedType("RefusedObject", (RefusedObject,), own), name))
     with _SWITCH, check_sparse_tensors(), torch.serialization.safe_globals(stand_ins):
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=weights_only)
 
@@ -60,8 +60,8 @@ def refused_types(source: str | BinaryIO) -> list[str]:
     return []
 
 
-class StandInType(type):
-    """The type of :class:`StandIn` and its subclasses. Each takes the place of a refused type."""
+class RefusedType(type):
+    """The type of :class:`RefusedObject` and its subclasses. Each takes the place of a refused type."""
 
     def __eq__(cls, other: object) -> bool:
         # torch sets items only in dicts, and compares types with ``==``. So a subclass of dict can have a stand-in.
@@ -70,7 +70,7 @@ class StandInType(type):
     __hash__ = type.__hash__
 
 
-class StandIn(metaclass=StandInType):
+class RefusedObject(metaclass=RefusedType):
     """An object in place of one that torch refuses to load. Calls in the file create it, and it ignores all data."""
 
     refused_name = ""
