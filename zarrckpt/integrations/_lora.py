@@ -96,7 +96,7 @@ def plan_merge(
             f"{ckpt.url}: the scaling of the adapter {adapter!r} is in its configuration, which was not saved (found "
             f"{[*configs]}): pass peft_config=model.peft_config"
         )
-    config = configs[adapter]
+    config = configs[adapter] if isinstance(configs[adapter], dict) else {}
     unmerged = [member for member, value in config.items() if value and member not in _IGNORED_MEMBERS]
     if config.get("peft_type") != "LORA" or unmerged:
         raise zarrckpt.UnsupportedValueError(
@@ -118,10 +118,10 @@ def merged_weights(
     Raises UnsupportedValueError for modules that are neither linear nor embeddings, and for other dtypes and shapes.
     """
     found: dict[str, Callable[[], RawArray]] = {}
-    fqns = {name: fqn for fqn, name in base.items()}
+    fqns, modules = {name: fqn for fqn, name in base.items()}, dict(model.named_modules())
     for module, pair in factors.items():
         weight = fqns[f"{module}.weight"]
-        kind = model.get_submodule(module)
+        kind = modules.get(module)
         entries = [ckpt.entry(fqn) for fqn in (weight, *(pair[letter] for letter in "AB" if letter in pair))]
         shapes = [tuple(entry.shape or ()) for entry in entries]
         rank, scaling = _scaling(ckpt, config, module)
@@ -148,19 +148,19 @@ def _scaling(ckpt: zarrckpt.Checkpoint, config: Mapping[str, Any], module: str) 
     try:
         rank, alpha = (
             next(
-                (value for key, value in config[patterns].items() if re.match(rf"(.*\.)?({key})$", module)),
+                (value for key, value in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", module)),
                 config[default],
             )
             for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
         )
-        return rank, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
+        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     except Exception as err:  # The configuration can be any JSON.
         raise zarrckpt.CorruptCheckpointError(
             f"{ckpt.url}: the configuration of the adapter is not that of LoRA: {type(err).__name__}: {err!s:.200}"
         ) from err
 
 
-def _merge(ckpt: zarrckpt.Checkpoint, fqns: tuple[str, str, str], scaling: float, kind: nn.Module) -> RawArray:
+def _merge(ckpt: zarrckpt.Checkpoint, fqns: tuple[str, str, str], scaling: float, kind: nn.Module | None) -> RawArray:
     """Return the elements of a merged weight, rounded where PEFT rounds."""
     tensors = dict(ckpt.iter_tensors(fqns))
     weight, first, second = (tensors.pop(fqn) for fqn in fqns)

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 
@@ -64,14 +65,24 @@ def check_names(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any, names: Mapp
             raise name_mismatch(ckpt, prefix, config, names, [], [*names], _ADAPTER_STEP)
         return None
     missing, unexpected, model = best
+    if missing or unexpected:
+        missing, unexpected = find_differences(model, _rename_as_loads(model, names))
     if missing or (unexpected and config.architectures):
-        # from_pretrained renames weights of some models, for example experts.
-        is_renamed = bool(get_model_conversion_mapping(model, add_legacy=False)) and not names.keys().isdisjoint(
-            model.state_dict()
-        )
-        if peft_names(names) or not is_renamed:
-            raise name_mismatch(ckpt, prefix, model, names, missing, unexpected, _ADAPTER_STEP)
+        raise name_mismatch(ckpt, prefix, model, names, missing, unexpected, _ADAPTER_STEP)
     return model
+
+
+def _rename_as_loads(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return new name -> name as ``from_pretrained`` renames weights, for example of experts and of older versions."""
+    # In transformers, converters see the names that the renamings return.
+    transforms = sorted(get_model_conversion_mapping(model), key=lambda one: isinstance(one, WeightConverter))
+    found = {}
+    for name in names:
+        new = name
+        for transform in transforms:
+            new, _ = transform.rename_source_key(new)
+        found[new] = name
+    return found
 
 
 _ADAPTER_STEP = "pass peft_config=model.peft_config to export the adapter, and merge=True to export the merged model"

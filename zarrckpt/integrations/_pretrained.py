@@ -246,7 +246,7 @@ def _export_model(
 
 def _tied_names(model: Any, config: Any) -> dict[str, str]:
     """Return name -> source of the weights that a model shares with other weights."""
-    tied = getattr(model, "_tied_weights_keys", None) if config.tie_word_embeddings else None
+    tied = getattr(model, "_tied_weights_keys", None) if getattr(config, "tie_word_embeddings", False) else None
     return dict(tied) if isinstance(tied, dict) else {}
 
 
