@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 import transformers_run
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -63,11 +63,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pissa": (llama, {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}),
     "Conv1D": (gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj"]}),
 }
-DTYPES = [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
+CASES = [(kind, *dtype) for kind in MODELS for dtype in ((torch.float32, True), (torch.bfloat16, False))]
+CASES += [(kind, dtype, True) for kind in ("linear", "embedding") for dtype in (torch.bfloat16, torch.float16)]
 
 
-@pytest.mark.parametrize(("dtype", "autocast"), DTYPES)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "autocast"), CASES)
 def test_merged_models_are_those_of_peft(kind: str, dtype: torch.dtype, autocast: bool) -> None:
     make, lora = MODELS[kind]
     model = adapted(make(), dtype, autocast, **lora)
@@ -127,6 +127,13 @@ def test_adapters_of_a_plain_loop_are_exported_for_peft() -> None:
     read = PeftModel.from_pretrained(base, "folder")
     numbers = torch.arange(10)[None]
     assert torch.equal(read.eval()(numbers).logits, model.eval()(numbers).logits)
+
+
+def test_prompts_are_not_exported_as_adapters() -> None:
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    zarrckpt.save({"model": model}, "ckpt")
+    with pytest.raises(zarrckpt.UnsupportedValueError, match="PROMPT_TUNING"):
+        export_pretrained("ckpt", "out", peft_config=model.peft_config)
 
 
 def _second_adapter(model: Any) -> Any:

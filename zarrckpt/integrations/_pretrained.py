@@ -272,10 +272,10 @@ def _export_adapters(
             )
         own_folder = folder if adapter == "default" else folder / adapter
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
-        if not names:
+        if not names or any(name.startswith("prompt_encoder.") for name in names):  # PEFT has other names for prompts
             raise zarrckpt.UnsupportedValueError(
-                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) cannot be exported, because no "
-                f"weight below {prefix!r} has the adapter's name in its name. Resume the training, then call "
+                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) cannot be exported, because its "
+                f"weights below {prefix!r} do not have the names of PEFT's files. Resume the training, then call "
                 "model.save_pretrained"
             )
         found = ckpt.load(names.values())
