@@ -182,8 +182,7 @@ def test_merges_that_are_not_supported_are_refused_by_name(kind: str) -> None:
     make, message = REFUSED[kind]
     model = make()
     zarrckpt.save({"model": model}, "ckpt")
-    tied = LlamaConfig(tie_word_embeddings=kind.startswith("tied"), attention_bias=kind == "lora_bias")
-    config = llama(tie_word_embeddings=tied.tie_word_embeddings, attention_bias=tied.attention_bias).config
+    config = llama(tie_word_embeddings=kind.startswith("tied"), attention_bias=kind == "lora_bias").config
     given = getattr(model, "peft_config", {"default": LoraConfig(**TARGET)})
     with pytest.raises(zarrckpt.UnsupportedValueError, match=message):
         export_pretrained("ckpt", "out", config=config, peft_config=given, merge=True)

@@ -199,7 +199,6 @@ def _plan_weights(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any, merged: M
     changed: dict[str, Callable[[], RawArray]] = {}
     if merged is None:
         model = check_names(ckpt, prefix, config, {name: fqn for fqn, name in names.items()})
-        pairs = _tied_names(model, config)
     else:
         names, factors, adapter_config = _lora.plan_merge(ckpt, names, merged)
         model = check_names(ckpt, prefix, config, {name: fqn for fqn, name in names.items()})
@@ -209,13 +208,15 @@ def _plan_weights(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any, merged: M
                 f"found {type(config).__name__} of {config.architectures}. Use PEFT's merge_and_unload"
             )
         changed = _lora.merged_weights(ckpt, model, names, factors, adapter_config)
-        pairs = _tied_names(model, config)
-        own = {name for fqn, name in names.items() if fqn in changed or ".modules_to_save." in fqn}
-        if tied := own & {*pairs, *pairs.values()}:
+        state = model.state_dict(keep_vars=True)
+        uses = Counter(map(id, state.values()))
+        own = [name for fqn, name in names.items() if fqn in changed or ".modules_to_save." in fqn]
+        if tied := [name for name in own if uses[id(state.get(name))] > 1]:
             raise zarrckpt.UnsupportedValueError(
-                f"{ckpt.url}: merge=True does not support adapters of tied weights: {sorted(tied)[:3]}. Use PEFT's "
+                f"{ckpt.url}: merge=True does not support adapters of tied weights: {tied[:3]}. Use PEFT's "
                 "merge_and_unload"
             )
+    pairs = _tied_names(model, config)
     present = {*names.values()}
     return {fqn: name for fqn, name in names.items() if pairs.get(name) not in present}, changed
 
