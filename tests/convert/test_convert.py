@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from harness.bits import bits
 from harness.store_servers import S3Place
@@ -435,6 +436,49 @@ def test_complete_folders_of_all_kinds_are_imported(tmp_path: Path) -> None:
         _make_folder(tmp_path / f"{number}", content)
         zarrckpt.import_checkpoint(tmp_path / f"{number}", tmp_path / "one", overwrite=True)
         assert {*zarrckpt.open(tmp_path / "one")} == {"w", "v"}
+
+
+def _dcp_pieces(folder: Path, files: dict[str, int]) -> None:
+    """Write one row of a tensor to each file, as ``HuggingFaceStorageWriter(save_distributed=True)``."""
+    folder.mkdir()
+    for name, row in files.items():
+        info = json.dumps({"w": {"saved_offsets": [row, 0]}})
+        save_file({"w": torch.full((1, 3), float(row))}, folder / name, {"DCP_SHARDING_INFO": info, "format": "pt"})
+
+
+def test_files_of_one_rank_are_never_imported_as_whole_tensors(tmp_path: Path) -> None:
+    shards = [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
+    _dcp_pieces(tmp_path / "all", {shards[0]: 0, shards[1]: 1})
+    _dcp_pieces(tmp_path / "first", {shards[0]: 0})
+    _dcp_pieces(tmp_path / "last", {shards[1]: 1})
+    _dcp_pieces(tmp_path / "renamed", {"model.safetensors": 0})
+    _dcp_pieces(tmp_path / "subset", {"shard-00001-model-00002-of-00005.safetensors": 0})
+    _dcp_pieces(tmp_path / "mixed", {shards[0]: 0})
+    save_file({"v": torch.ones(3)}, tmp_path / "mixed" / "model.safetensors")
+    # Two ranks replaced each other's file, and the index has the size of both pieces.
+    _dcp_pieces(tmp_path / "replaced", {"model-00001-of-00001.safetensors": 0})
+    index = {"metadata": {"total_size": 24}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "replaced" / INDEX).write_text(json.dumps(index))
+    _make_folder(tmp_path / "rank", {"model_rank0.safetensors": ["w"]})
+    _make_folder(tmp_path / "vllm", {"model-rank-1-part-0.safetensors": ["w"]})
+    for folder in [*tmp_path.iterdir()]:
+        for source in (folder, *folder.glob("*shard*"), *folder.glob("*rank*")):
+            with pytest.raises(zarrckpt.UnsupportedLayoutError, match="pieces"):
+                zarrckpt.import_checkpoint(source, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+
+
+def test_whole_tensors_of_dcps_safetensors_writer_are_imported(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(2, dtype=torch.bfloat16)}
+    writer = partial(dcp.HuggingFaceStorageWriter, fqn_to_index_mapping={"w": 1, "v": 2})
+    dcp.save(state, storage_writer=writer(str(tmp_path / "whole")), no_dist=True)
+    joined = writer(str(tmp_path / "joined"), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=joined, no_dist=True)
+    for name in ("whole", "joined"):
+        zarrckpt.import_checkpoint(tmp_path / name, tmp_path / "one", overwrite=True)
+        assert same(zarrckpt.open(tmp_path / "one").load(), state)
+    save_file(state, tmp_path / "lora_rank16.safetensors")
+    zarrckpt.import_checkpoint(tmp_path / "lora_rank16.safetensors", tmp_path / "one", overwrite=True)
 
 
 BAD_FILES: dict[str, Any] = {

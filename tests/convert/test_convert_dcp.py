@@ -200,7 +200,7 @@ class Code:
 
 def test_imports_run_code_only_if_allowed(tmp_path: Path) -> None:
     _dcp_save({"w": torch.ones(3), "code": Code()}, tmp_path / "dcp")
-    with pytest.raises(zarrckpt.UnsafeValueError):
+    with pytest.raises(zarrckpt.UnsafeValueError, match=r"'code' .*test_convert_dcp\.Code"):
         zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one")
     assert not (tmp_path / "one").exists()
     zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", keys=("w",))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import argparse
+import enum
+import os
+from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,77 @@ def test_patterns_of_an_import_mean_nested_names(tmp_path: Path) -> None:
     found = zarrckpt.open(tmp_path / "one")
     assert set(found) == {"model.dtype.int8", "list.2.x", "optim.state.0.exp_avg"}
     assert list(found.load()["optim"]["state"]) == [0]
+
+
+class Config(dict[str, Any]):
+    pass
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+
+class RunsCode:
+    """An object whose pickle calls a function when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return note_call, (1,), {"x": 1}
+
+
+calls: list[object] = []
+
+
+def note_call(value: object) -> None:
+    calls.append(value)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "namespace": (argparse.Namespace(lr=0.1), "argparse.Namespace"),
+    "path": ([1, Path("x")], "pathlib.PosixPath"),
+    "array": ((1, {"a": np.arange(3)}), "_reconstruct"),
+    "enum as key": ({Level.LOW: torch.ones(2)}, "Level"),
+    "dict": (Config(a=torch.ones(2)), "Config"),
+    "defaultdict": (defaultdict(dict, a={"x": torch.ones(2)}), "collections.defaultdict"),
+    "deque": (deque([torch.ones(2), torch.ones(1)]), "collections.deque"),
+    "module": (torch.nn.Linear(2, 2), "Linear"),
+    "class": (Level, "Level"),
+    "code": (RunsCode(), "note_call"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_keys_leave_out_values_that_torch_refuses(tmp_path: Path, kind: str) -> None:
+    value, name = REFUSED[kind]
+    state = {"model": {"w": torch.arange(3)}, "args": {"v": value, "step": 4}, "other": Path("y")}
+    torch.save(state, tmp_path / "x.pt")
+    zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one", keys=("model", "args.step"))
+    assert bits(zarrckpt.open(tmp_path / "one").load()) == bits({"model": state["model"], "args": {"step": 4}})
+    for keys in ((), ("args",), ("*.v*",)):
+        with pytest.raises(zarrckpt.UnsafeValueError, match=rf"'args\.v' .*{name}.*'other' \(pathlib") as caught:
+            zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "two", keys=keys)
+        assert "keys=" in str(caught.value) and "add_safe_globals" in str(caught.value)
+    assert not (tmp_path / "two").exists() and not calls
+
+
+def test_types_that_torch_allows_are_imported(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(lr=0.1), "other": Level.LOW}, tmp_path / "x.pt")
+    allowed = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        with pytest.raises(zarrckpt.UnsafeValueError, match="'other'"):
+            zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one")
+        zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one", keys=("w", "args"))
+        assert zarrckpt.open(tmp_path / "one")["args"] == argparse.Namespace(lr=0.1)
+    assert {*torch.serialization.get_safe_globals()} == {*allowed}
+
+
+def test_files_that_load_only_as_a_whole_name_their_types(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "evil": os.getcwd}, tmp_path / "blocked.pt")  # torch blocks the module posix
+    torch.save(argparse.Namespace(lr=0.1), tmp_path / "object.pt")
+    old = {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1)}
+    torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name, found in (("blocked", "posix.getcwd"), ("object", "argparse.Namespace"), ("old", "more than tensors")):
+        with pytest.raises(zarrckpt.UnsafeValueError, match=found):
+            zarrckpt.import_checkpoint(tmp_path / f"{name}.pt", tmp_path / "one", keys=("w",))
 
 
 def test_old_and_foreign_files_are_refused(tmp_path: Path) -> None:

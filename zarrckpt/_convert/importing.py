@@ -18,13 +18,24 @@ from zarrckpt._errors import (
     CorruptCheckpointError,
     StorageError,
     UnsafeValueError,
+    UnsupportedLayoutError,
     UnsupportedValueError,
 )
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.json_values import loads
 from zarrckpt._format.matching import select
 from zarrckpt._format.state_path import DICT, StatePath
-from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refuse_expanded
+from zarrckpt._format.torch_archives import (
+    ALLOW,
+    ARCHIVE,
+    DEQUE,
+    RefusedObject,
+    RefusedType,
+    load_torch,
+    refuse_expanded,
+    refused_types,
+)
+from zarrckpt._format.values import find_instances
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
@@ -63,7 +74,8 @@ def import_checkpoint(
         url: the url of the new checkpoint.
         prefix: a key below which all entries are saved (``"model"``).
         keys: patterns of the entries to import, as in :meth:`Checkpoint.select` (default: all).
-        allow_pickle: run the code of values and of DCP metadata with classes that neither torch nor Python defines.
+        allow_pickle: run the code of values and of DCP metadata that torch does not load by default. Without it, only
+            values of types in ``torch.serialization.add_safe_globals`` are loaded too. ``keys`` can leave out others.
         progress: as for :func:`save`.
 
     The other arguments are those of :func:`save`.
@@ -73,7 +85,8 @@ def import_checkpoint(
     Raises CheckpointNotFoundError, UnsafeValueError and the errors of :func:`save`. StorageError for a url as source,
     and for a file that cannot be read. CorruptCheckpointError for a damaged file, for one that cannot be mapped (a
     tensor larger than its file, compressed members), and for a folder without one of its files. UnsupportedLayoutError
-    if the pieces of a tensor leave gaps or overlap.
+    if the pieces of a tensor leave gaps or overlap, and for safetensors files of single ranks, whose tensors can be
+    pieces of larger ones.
     """
     path = Path(local_path(source))
     try:
@@ -113,38 +126,59 @@ def _source(path: Path, allow_pickle: bool) -> _Source:
     elif not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
     elif path.suffix == SAFETENSORS_SUFFIX:
-        found = _safetensors(path)
+        found, doubt = _safetensors(path)
+        if doubt:
+            raise UnsupportedLayoutError(f"{path} {doubt}")
     else:
-        leaves, paths = flatten(convert_for_save(_torch_file(path, allow_pickle)).state)
-        return paths, leaves.__getitem__
+        return _torch_file(path, allow_pickle)
     return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__
 
 
-def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of a file, and the reason why they can be pieces of larger tensors, or ""."""
     try:
         from safetensors import safe_open
     except ModuleNotFoundError as err:
         raise ModuleNotFoundError("reading safetensors files needs safetensors: pip install safetensors") from err
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            is_dcp = "DCP_SHARDING_INFO" in (file.metadata() or {})
     except OSError:
         raise
     except Exception as err:  # the parser can raise anything for damaged input
         raise CorruptCheckpointError(f"{path} is not a complete safetensors file: {err}") from err
+    return found, _DCP_PIECES if is_dcp else _RANK_PIECES if _RANK_FILE.search(path.name) else ""
+
+
+_DCP_PIECES = (
+    "can have pieces of larger tensors, because DCP's HuggingFaceStorageWriter wrote it. It does not write the shapes "
+    "of the tensors, so a lost piece could not be noticed. Load the pieces into the model with dcp.load and "
+    "HuggingFaceStorageReader, and save the model; or write with enable_consolidation=True. Without save_distributed, "
+    "import the whole folder with its index"
+)
+_RANK_PIECES = (
+    "can have pieces of larger tensors, because its name has the number of a rank. Join the files with the library "
+    "that wrote them, or rename the file if its tensors are whole"
+)
+_RANK_FILE = re.compile(r"(?i)^(?!.*lora).*(?<![a-z])rank[-_.]?\d|^shard-\d+-model-\d")
+"""Names of files that each rank writes for itself, for example in vLLM and DCP. LoRA has ranks of another kind."""
 
 
 def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a folder. Raises CorruptCheckpointError if a file or a tensor is missing.
 
-    The indexes list the files and tensors. Files with numbered names must be complete.
+    The indexes list the files and tensors. Files with numbered names must be complete. Raises UnsupportedLayoutError
+    for files that can have pieces of tensors, unless an index has the size of all tensors.
     """
     present = {path.name for path in folder.iterdir() if path.is_file()}
     files = {name for name in present if name.endswith(SAFETENSORS_SUFFIX)}
-    _refuse_gaps(folder, files)
     file_by_tensor: dict[str, str] = {}
+    totals: list[object] = []
     for name in sorted(path.name for path in folder.glob("*.index*.json")):
-        for key, file in _read_index(folder, name, present).items():
+        index, total = _read_index(folder, name, present)
+        totals.append(total)
+        for key, file in index.items():
             if file_by_tensor.setdefault(key, file) != file:
                 raise CorruptCheckpointError(f"{folder / name} and another index in the folder list a tensor {key!r}")
     names = sorted({*file_by_tensor.values()} if file_by_tensor else files)
@@ -152,9 +186,15 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise CheckpointNotFoundError(
             f"{folder} has neither safetensors files nor DCP's {_DCP_METADATA}{_hint_for(folder)}"
         )
+    loaded = {name: _safetensors(folder / name) for name in names}
+    nbytes = sum(tensor.nbytes for tensors, _ in loaded.values() for tensor in tensors.values())
+    for name, (_, doubt) in loaded.items():
+        if doubt and nbytes not in totals:
+            raise UnsupportedLayoutError(f"{folder / name} {doubt}")
+    _refuse_gaps(folder, files)
     found: dict[str, torch.Tensor] = {}
-    for name in names:
-        for key, tensor in _safetensors(folder / name).items():
+    for name, (tensors, _) in loaded.items():
+        for key, tensor in tensors.items():
             if not file_by_tensor or file_by_tensor.get(key) == name:
                 if key in found:
                     raise CorruptCheckpointError(f"two files in {folder} have a tensor {key!r}")
@@ -165,8 +205,11 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _read_index(folder: Path, name: str, present: set[str]) -> dict[str, str]:
-    """Return tensor -> file from a Hugging Face index. The result is empty for an index of files in other formats."""
+def _read_index(folder: Path, name: str, present: set[str]) -> tuple[dict[str, str], object]:
+    """Return tensor -> file from a Hugging Face index, and the number of bytes of all tensors that it has.
+
+    The first is empty for an index of files in other formats.
+    """
     path = folder / name
     if name not in present:
         raise CorruptCheckpointError(f"{path} is not a regular file, expected an index of safetensors files")
@@ -174,15 +217,17 @@ def _read_index(folder: Path, name: str, present: set[str]) -> dict[str, str]:
         document = loads(read_regular(str(path)))
     except CorruptCheckpointError as err:
         raise CorruptCheckpointError(f"{path} is not an index of safetensors files: {err}") from err
-    found = document.get("weight_map") if isinstance(document, dict) else None
+    document = document if isinstance(document, dict) else {}
+    found = document.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} is not an index: expected a weight_map of tensor names to file names")
     if found and not any(file.endswith(SAFETENSORS_SUFFIX) for file in found.values()):
-        return {}
+        return {}, None
     absent = sorted({*found.values()} - present)
     if absent:
         raise CorruptCheckpointError(f"{path} lists {absent[0]!r}, which is not a file in {folder}")
-    return found
+    metadata = document.get("metadata")
+    return found, metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 def _refuse_gaps(folder: Path, files: set[str]) -> None:
@@ -223,24 +268,74 @@ _PICKLE = b"\x80"
 """The first byte of files of ``torch.save`` before PyTorch 1.6, which cannot be mapped. Later files are archives."""
 
 
-def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
+_MAX_REFUSED = 1000
+"""Maximum number of refused types in a file that is imported without them."""
+
+
+def _torch_file(path: Path, allow_pickle: bool) -> _Source:
     with open(open_regular(str(path)), "rb") as file:
         head = file.read(len(ARCHIVE))
     if head != ARCHIVE and not head.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is not a file of torch.save, and has no name of a safetensors file")
+    refused: list[str] = []
     try:
-        found = load_torch(str(path), mmap=head == ARCHIVE, weights_only=not allow_pickle)
+        try:
+            found = load_torch(str(path), mmap=head == ARCHIVE, weights_only=not allow_pickle)
+        except pickle.UnpicklingError:
+            refused = [] if allow_pickle else refused_types(str(path))
+            if not 0 < len(refused) <= _MAX_REFUSED:
+                raise
+            found = load_torch(str(path), mmap=True, refused=refused)
         refuse_expanded(found, path.stat().st_size)
-    except pickle.UnpicklingError as err:
-        raise UnsafeValueError(
-            f"{path} has more than tensors and plain values. If you trust it, allow_pickle=True runs its code"
-        ) from err
-    except (ImportError, AttributeError) as err:
-        raise CheckpointError(f"{path} needs a class that cannot be imported: {err}") from err
     except Exception as err:  # the parser can raise anything for damaged input
+        if refused or (isinstance(err, pickle.UnpicklingError) and not allow_pickle):
+            types = f"{', '.join(refused):.400}" or "more than tensors and plain values"
+            raise UnsafeValueError(f"{path} needs {types}, and cannot be loaded without: {ALLOW}") from err
+        if isinstance(err, ImportError | AttributeError):
+            raise CheckpointError(f"{path} needs a class that cannot be imported: {err}") from err
         raise CorruptCheckpointError(
             f"{path} is not a complete file of torch.save: {type(err).__name__}: {err}"
         ) from err
+    if isinstance(found, RefusedObject):
+        raise UnsafeValueError(f"{path} is a {found.refused_name}, expected a dict: {ALLOW}")
     if not isinstance(found, Mapping):
         raise UnsupportedValueError(f"{path} has a {type(found).__name__}, expected a dict")
-    return dict(found)
+    return _loaded_entries(path, found, refused)
+
+
+def _loaded_entries(path: Path, state: Mapping[Any, Any], refused: Sequence[str]) -> _Source:
+    """Return the entries of a loaded file. Those with a refused type raise UnsafeValueError when they are used."""
+    if refused:
+        _replace_refused_containers(state)
+    leaves, paths = flatten(convert_for_save(dict(state)).state)
+    needs = {fqn: _refused_in(leaf) for fqn, leaf in leaves.items()} if refused else {}
+
+    def leaf(fqn: str) -> Any:
+        if needs.get(fqn):
+            others = [f"{other!r} ({types})" for other, types in needs.items() if types and other != fqn]
+            also = f"; so do {', '.join(others[:5])}" if others else ""
+            raise UnsafeValueError(
+                f"the value {fqn!r} in {path} needs {needs[fqn]}, which torch does not load by default{also}: leave it "
+                f"out with keys=, or {ALLOW}"
+            )
+        return leaves[fqn]
+
+    return paths, leaf
+
+
+def _refused_in(value: object) -> str:
+    """Return the names of the refused types in a value, or ""."""
+    found = find_instances(value, (torch.Tensor, RefusedObject, RefusedType))
+    return ", ".join(sorted({item.refused_name for item in found if not isinstance(item, torch.Tensor)}))
+
+
+def _replace_refused_containers(container: Any) -> None:
+    """Replace, at any depth, each dict with a refused key and each deque by the stand-in that it contains."""
+    for key, item in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
+        if isinstance(item, dict | list):
+            inside = [*item] if isinstance(item, dict) else item[:1]
+            refused = [part for part in inside if isinstance(part, RefusedObject)]
+            if refused and (isinstance(item, dict) or refused[0].refused_name == DEQUE):
+                container[key] = refused[0]
+            else:
+                _replace_refused_containers(item)

@@ -6,16 +6,18 @@ the header, then the bytes of each tensor. If there are several files, they get 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._jobs import ByteCounter, Progress
@@ -23,7 +25,7 @@ from zarrckpt._read.arrays import batches, read_in_order
 from zarrckpt._read.casts import DTypeOption, cast_elements, plan_casts, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
-from zarrckpt._read.selection import catalog_of, open_selection
+from zarrckpt._read.selection import Selection, catalog_of, open_selection
 from zarrckpt._reports import ExportReport
 from zarrckpt._store import Url
 from zarrckpt._store._whole_files import local_path, new_files, refuse_existing
@@ -94,7 +96,29 @@ def to_safetensors(
     ``__metadata__``. Raises StorageError, also if such files exist, and the errors of :meth:`Checkpoint.read`.
     """
     part = open_selection(source, storage_options).select(*patterns).tensors
-    catalog, names = catalog_of(part), {fqn: path.fqn for fqn, path in export_paths(part, strip).items()}
+    names = {fqn: path.fqn for fqn, path in export_paths(part, strip).items()}
+    return write_safetensors(part, names, target, dtype, max_file_bytes, overwrite, max_inflight_bytes, progress)
+
+
+def write_safetensors(
+    part: Selection,
+    names: Mapping[str, str],
+    target: str | os.PathLike[str],
+    dtype: DTypeOption,
+    max_file_bytes: int,
+    overwrite: bool = False,
+    max_inflight_bytes: int = MAX_EXPORT_BYTES,
+    progress: Progress | None = None,
+    changed: Mapping[str, Callable[[], RawArray]] | None = None,
+) -> ExportReport:
+    """Write tensors under new names, see :func:`to_safetensors`.
+
+    Args:
+        names: fqn -> name in the files.
+        changed: fqn -> function that returns the tensor's elements, in place of the stored ones. The other arguments
+            are those of :func:`to_safetensors`.
+    """
+    catalog = catalog_of(part)
     if not names:
         raise KeyMismatchError(
             f"the selected entries of {part.url} have no tensor, and safetensors files cannot hold values"
@@ -112,14 +136,27 @@ def to_safetensors(
     tally, overflowed = ByteCounter(total, progress), Counter[str]()
     with new_files(folder, overwrite=overwrite, replaces=replaces) as new:
         for name, fqns in files.items():
-            own = {fqn: tensors[fqn] for fqn in fqns}
-            overflowed += _write(catalog, os.path.join(new, name), names, own, max_inflight_bytes, tally)
+            # Widest elements first, so that each tensor begins at a multiple of its element size.
+            own = dict(sorted(((fqn, tensors[fqn]) for fqn in fqns), key=lambda item: -item[1].dtype.itemsize))
+            parts = _read_parts(catalog, own, max_inflight_bytes, changed or {})
+            overflowed += _write(os.path.join(new, name), names, own, parts, tally)
         if len(files) > 1:
             weight_map = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
             document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             Path(new, INDEX).write_text(json.dumps(document, indent=2))
     warn_of_overflow(overflowed)
     return ExportReport(folder, tuple(written), len(names), 0, total, dict(overflowed), casts.uncast)
+
+
+def _read_parts(
+    catalog: Catalog, fqns: Iterable[str], max_bytes: int, changed: Mapping[str, Callable[[], RawArray]]
+) -> Iterator[tuple[str, RawArray]]:
+    """Yield parts of tensors as (fqn, raw elements), see :func:`read_in_order`. Changed tensors have one part."""
+    for is_changed, group in itertools.groupby(fqns, changed.__contains__):
+        if is_changed:
+            yield from ((fqn, changed[fqn]()) for fqn in group)
+        else:
+            yield from read_in_order(catalog, group, max_bytes)
 
 
 class _Tensor:
@@ -165,21 +202,18 @@ def is_model_file(name: str) -> bool:
 
 
 def _write(
-    catalog: Catalog,
     path: str,
     names: Mapping[str, str],
     tensors: Mapping[str, _Tensor],
-    max_inflight_bytes: int,
+    parts: Iterable[tuple[str, RawArray]],
     tally: ByteCounter,
 ) -> Counter[str]:
     """Write one file. Returns the number of values of each tensor that a cast lost."""
-    # Widest elements first, so that each tensor begins at a multiple of its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     overflowed: Counter[str] = Counter()
     with open(path, "xb") as file:
-        file.write(_header(names, ordered))
-        for fqn, array in read_in_order(catalog, ordered, max_inflight_bytes):
-            tensor = ordered[fqn]
+        file.write(_header(names, tensors))
+        for fqn, array in parts:
+            tensor = tensors[fqn]
             if tensor.dtype != tensor.stored:
                 array, lost = cast_elements(array, tensor.stored, tensor.dtype)
                 overflowed[fqn] += lost

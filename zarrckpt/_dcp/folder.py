@@ -32,7 +32,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refuse_expanded
+from zarrckpt._format.torch_archives import ALLOW, ARCHIVE, load_torch, refuse_expanded, refused_types
 from zarrckpt._ranks.torch_private import checkpoint_offset, without_data
 from zarrckpt._state.local_boxes import SeparateBoxes
 from zarrckpt._store._regular_files import read_regular
@@ -101,9 +101,11 @@ class DcpFolder:
                 refuse_expanded(value, info.length)
                 return value
             except pickle.UnpicklingError as err:
+                file.seek(0)
+                types = ", ".join(refused_types(file)) or "more than tensors and plain values"
                 raise UnsafeValueError(
-                    f"the value {fqn!r} in {self._path} contains objects other than tensors and plain values: if you "
-                    "trust the folder, allow_pickle=True loads it and runs its code; or leave it out with keys="
+                    f"the value {fqn!r} in {self._path} needs {types:.400}, which torch does not load by default: "
+                    f"leave it out with keys=, or {ALLOW}"
                 ) from err
 
     def _piece(self, fqn: str, box: ChunkStorageMetadata, entry: TensorStorageMetadata) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import threading
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from zarrckpt._forks import ForkSafeLock
@@ -15,13 +17,20 @@ ARCHIVE = b"PK\x03\x04"
 MAX_FILE_DEPTH = 100
 """Maximum nesting of containers in an imported file."""
 
+ALLOW = "allow safe types with torch.serialization.add_safe_globals, or run all code of the file with allow_pickle=True"
+"""The next step in errors about refused types."""
+
 # The check of sparse tensors is a setting of the whole process. Each load enables it and then restores it. The lock is
 # reentrant, because a load may run code of the file that loads another file.
 _SWITCH = ForkSafeLock(threading.RLock)
 
 
-def load_torch(source: str | BinaryIO, *, weights_only: bool = True, mmap: bool = False) -> Any:
+def load_torch(
+    source: str | BinaryIO, *, weights_only: bool = True, mmap: bool = False, refused: Sequence[str] = ()
+) -> Any:
     """Load a file of ``torch.save`` to the CPU. Checks the indices of sparse tensors, because torch trusts them.
+
+    Objects of the ``refused`` types become a :class:`RefusedObject`, and no code of these types runs.
 
     Raises ValueError for an archive with compressed members. They could be a thousand times larger than the file. Also
     raises the errors of ``torch.load``, which can be any error for bad input.
@@ -30,8 +39,57 @@ def load_torch(source: str | BinaryIO, *, weights_only: bool = True, mmap: bool 
 
     _refuse_compressed(source)
     check_sparse_tensors: Any = torch.sparse.check_sparse_tensor_invariants
-    with _SWITCH, check_sparse_tensors():
+    stand_ins: list[Any] = []
+    for name in refused:
+        own = {"refused_name": name, "_thread": threading.get_ident()}
+        stand_ins.append((RefusedType("RefusedObject", (RefusedObject,), own), name))
+    with _SWITCH, check_sparse_tensors(), torch.serialization.safe_globals(stand_ins):
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=weights_only)
+
+
+def refused_types(source: str | BinaryIO) -> list[str]:
+    """Return the names of types and functions in a file that torch does not load by default.
+
+    Types of ``torch.serialization.add_safe_globals`` are not among them. The result is empty if the names cannot be
+    found, for example in a damaged file and in torch's older formats.
+    """
+    import torch
+
+    with contextlib.suppress(Exception):  # a parser on any input
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
+    return []
+
+
+class RefusedType(type):
+    """The type of :class:`RefusedObject` and its subclasses. Each takes the place of a refused type."""
+
+    def __eq__(cls, other: object) -> bool:
+        # torch sets items only in dicts, and compares types with ``==``. So a subclass of dict can have a stand-in.
+        return cls is other or other is dict
+
+    __hash__ = type.__hash__
+
+
+class RefusedObject(metaclass=RefusedType):
+    """An object in place of one that torch refuses to load. Calls in the file create it, and it ignores all data."""
+
+    refused_name = ""
+    _thread = 0
+
+    def __new__(cls, *args: object) -> Any:
+        if cls._thread != threading.get_ident():
+            # While this thread loads a file, torch.load in other threads finds the stand-ins too.
+            raise pickle.UnpicklingError(f"{cls.refused_name}: see torch.serialization.add_safe_globals")
+        stand_in = super().__new__(cls)
+        return [stand_in] if cls.refused_name == DEQUE else stand_in  # torch appends items only to lists
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+
+DEQUE = "collections.deque"
+"""The refused type whose stand-in is in a list, before the items."""
 
 
 def refuse_expanded(value: object, file_bytes: int) -> None:

@@ -57,7 +57,7 @@ from zarrckpt._format.json_values import (
     loads,
     malformed,
 )
-from zarrckpt._format.torch_archives import ARCHIVE, load_torch
+from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refused_types
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -176,13 +176,16 @@ def find_tensors(value: object) -> list[Any]:
     the tensors that pickle reached before its error.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None:  # no tensor can exist
-        return []
+    return [] if torch is None else find_instances(value, torch.Tensor)  # without torch no tensor can exist
+
+
+def find_instances(value: object, kind: Any) -> list[Any]:
+    """Return all instances of a type, or of several, that pickle would reach in a value, as :func:`find_tensors`."""
     found: list[Any] = []
 
     class Finder(pickle.Pickler):
         def persistent_id(self, obj: Any) -> int | None:
-            if not isinstance(obj, torch.Tensor):
+            if not isinstance(obj, kind):
                 return None
             found.append(obj)
             return len(found)
@@ -401,7 +404,7 @@ def _encode_torch(value: object) -> Blob | None:
 
 def _decode_torch(fqn: str, payload: memoryview) -> Any:
     try:
-        import torch
+        import torch  # noqa: F401
     except ImportError as err:
         raise CheckpointError(
             f"the value {fqn!r} was saved by torch, which is not installed. Run pip install 'zarrckpt[torch]', or "
@@ -412,10 +415,7 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
     try:
         return load_torch(io.BytesIO(payload))
     except Exception as err:  # a parser on any input
-        refused: list[str] = []
-        with contextlib.suppress(Exception):  # a parser on any input
-            refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload)))
-        if refused:
+        if refused := refused_types(io.BytesIO(payload)):
             raise UnsafeValueError(
                 f"the value {fqn!r} needs {', '.join(refused):.400}, which torch does not load by default. If they are "
                 "safe, allow them with torch.serialization.add_safe_globals. Otherwise leave the key out"

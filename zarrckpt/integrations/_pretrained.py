@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, GenerationConfig
-from transformers.initialization import no_init_weights
 
 import zarrckpt
-from zarrckpt._convert.safetensors import is_model_file
+from zarrckpt._convert.safetensors import is_model_file, write_safetensors
+from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._store import StoreSpec
 from zarrckpt._store._url import parse
 from zarrckpt._store._whole_files import local_path, new_files, refuse_existing, relative_files, upload_files
+from zarrckpt.integrations import _lora
+from zarrckpt.integrations._model_names import build_on_meta, check_names, find_differences, name_mismatch
+from zarrckpt.integrations._trainer_state import as_json_value
 
 DESCRIPTIONS = "trainer"
 """The entry of a checkpoint that contains the texts ``config``, ``generation_config`` and ``peft_config``."""
@@ -59,29 +60,24 @@ def load_pretrained(
         no_dist: load in this process only, as in :func:`zarrckpt.load`.
         storage_options, options: as in :func:`zarrckpt.load`.
 
+    A model with a LoRA adapter has other names: merge it with :func:`export_pretrained`, and load the folder with
+    ``from_pretrained``.
+
     Raises ValueError if there is no configuration. Raises KeyMismatchError for missing and unexpected weights and for
     wrong shapes. Raises the errors of :func:`zarrckpt.load`.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     config = _config_of(ckpt, config)
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class
-    # Buffers are not on the meta device: the constructor computes those that are not saved, such as rotary frequencies.
-    with accelerate.init_empty_weights(include_buffers=False), no_init_weights():
-        model = make(config)
-    model.tie_weights()
+    model = build_on_meta(make, config)
     names = {fqn.removeprefix(f"{prefix}."): fqn for fqn in ckpt.tensors if fqn.startswith(f"{prefix}.")}
+    missing, unexpected = find_differences(model, names)
+    if missing or unexpected:
+        step = "merge it with export_pretrained(..., merge=True), and load that folder with from_pretrained"
+        raise name_mismatch(ckpt, prefix, model, names, missing, unexpected, step)
     saved = {name: getattr(torch, str(ckpt.entry(fqn).dtype)) for name, fqn in names.items()}
     _allocate(model, saved, dtype, torch.device("cpu" if device is None else device))
     state = model.state_dict()
-    tied = {tensor.data_ptr() for name, tensor in state.items() if name in names}
-    missing = [name for name, tensor in state.items() if name not in names and tensor.data_ptr() not in tied]
-    unexpected = [name for name in names if name not in state]
-    if missing or unexpected:
-        raise zarrckpt.KeyMismatchError(
-            f"{ckpt.url}: the entries below {prefix!r} do not match {type(model).__name__} with this configuration: "
-            f"{len(missing)} weights are missing ({missing[:5]}) and {len(unexpected)} are unexpected "
-            f"({unexpected[:5]}). Check prefix= and config="
-        )
     target: Any = {name: state[name] for name in names}
     for part in reversed(prefix.split(".")):
         target = {part: target}
@@ -97,6 +93,8 @@ def export_pretrained(
     dtype: torch.dtype | str | None = None,
     config: Any = None,
     generation_config: Any = None,
+    peft_config: Any = None,
+    merge: bool = False,
     tokenizer: Any = None,
     max_file_bytes: int = 5_000_000_000,
     overwrite: bool = False,
@@ -106,17 +104,23 @@ def export_pretrained(
     """Write a checkpoint's model to a local folder or a url, in the format of ``from_pretrained``.
 
     It writes safetensors files with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files.
-    No model is built. The memory limit is that of :func:`zarrckpt.to_safetensors`. Tied weights are written
-    once if the configuration names a class of transformers. One process calls it.
+    No memory is allocated for the model. The memory limit is that of :func:`zarrckpt.to_safetensors`. Tied weights are
+    written once. One process calls it. Names are compared with those of the configuration's class, or of all classes
+    for its type if it has no ``architectures``. They are not compared for custom classes and for quantised models.
 
     For a url, all files are written to a temporary local folder below ``TMPDIR`` and then uploaded one after the other:
     first the weights, last ``config.json`` and other small files. An interrupted upload leaves some of the files. Then
     export again with ``overwrite=True``.
 
-    For a PEFT model that ``ZarrTrainer`` saved, it writes the adapters and the tokenizer's files instead, for
-    ``PeftModel.from_pretrained``: ``adapter_model.safetensors`` and ``adapter_config.json``. Adapters other than
-    ``default`` go to folders with their names. This works for adapters whose weights have the adapter's name in their
-    names, such as LoRA.
+    For a PEFT model that ``ZarrTrainer`` saved, or with ``peft_config``, it writes the adapters and the tokenizer's
+    files instead, for ``PeftModel.from_pretrained``: ``adapter_model.safetensors`` and ``adapter_config.json``.
+    Adapters other than ``default`` go to folders with their names. This works for adapters whose weights have the
+    adapter's name in their names, such as LoRA.
+
+    With ``merge=True`` it writes the base model with the LoRA adapter merged, as PEFT's ``merge_and_unload`` returns
+    it. Each adapted weight is read and merged alone, in memory for about three times its size. Linear layers,
+    embeddings and ``modules_to_save`` are supported. DoRA, other types of adapters, several adapters, quantised base
+    models and adapted tied weights are refused.
 
     Args:
         url, prefix: as in :func:`load_pretrained`.
@@ -124,6 +128,9 @@ def export_pretrained(
         dtype: the dtype of floating-point weights, such as ``torch.bfloat16``, as in
             :func:`zarrckpt.copy`. Default: as saved.
         config, generation_config: the model's configurations. Default: those that ``ZarrTrainer`` saved.
+        peft_config: the configuration of the adapter, or ``model.peft_config``. Default: the one that ``ZarrTrainer``
+            saved.
+        merge: write the merged model instead of the adapter.
         tokenizer: a tokenizer or processor with ``save_pretrained``. Default: no tokenizer is written.
         max_file_bytes: as in :func:`zarrckpt.to_safetensors`.
         overwrite: replace existing files. Default: a file that would be replaced is a StorageError.
@@ -131,21 +138,24 @@ def export_pretrained(
         folder_options: the ``storage_options`` of ``folder`` if it is a url. Default: those of the checkpoint.
 
     Returns the :class:`ExportReport` of the weights, or None for adapters. Raises ValueError if there is no
-    configuration, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that
-    transformers rejects, StorageError, and the errors of :func:`zarrckpt.to_safetensors`.
+    configuration, KeyMismatchError for missing and unexpected weights, UnsupportedValueError for other adapters,
+    CorruptCheckpointError for a saved configuration that transformers rejects, StorageError, and the errors of
+    :func:`zarrckpt.to_safetensors`.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-
-    has_adapters = f"{DESCRIPTIONS}.peft_config" in ckpt
+    configs = _adapter_configs(ckpt, peft_config)
+    has_adapters = bool(configs) and not merge
+    if not has_adapters:
+        config = _config_of(ckpt, config)
+        weights = _plan_weights(ckpt, prefix, config, configs if merge else None)
 
     def write(local_folder: str) -> Any:
         if tokenizer is not None:
             tokenizer.save_pretrained(local_folder)
         if has_adapters:
-            return _export_adapters(ckpt, prefix, Path(local_folder), name)
-        model = _config_of(ckpt, config), generation_config
-        return _export_model(ckpt, prefix, local_folder, *model, dtype=name, max_file_bytes=max_file_bytes)
+            return _export_adapters(ckpt, prefix, Path(local_folder), name, configs)
+        return _export_model(ckpt, local_folder, config, generation_config, weights, name, max_file_bytes)
 
     def is_replaced(key: str) -> bool:
         return key.endswith(_ADAPTER_FILES[0]) if has_adapters else is_model_file(key)
@@ -179,23 +189,53 @@ def _refuse_keys(store: Any, overwrite: bool, found: Iterable[str]) -> None:
         raise zarrckpt.StorageError(f"{key!r} already exists in {store.url}: pass overwrite=True, or another folder")
 
 
+_Weights = tuple[dict[str, str], dict[str, Callable[[], RawArray]]]
+"""The weights to write as fqn -> name, and functions that return the merged ones, by fqn."""
+
+
+def _plan_weights(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any, merged: Mapping[str, Any] | None) -> _Weights:
+    """Choose the weights of an export. ``merged`` has the configurations of adapters, or is None without a merge."""
+    names = {fqn: fqn.removeprefix(f"{prefix}.") for fqn in ckpt.select(prefix).tensors}
+    changed: dict[str, Callable[[], RawArray]] = {}
+    if merged is None:
+        model = check_names(ckpt, prefix, config, {name: fqn for fqn, name in names.items()})
+    else:
+        names, factors, adapter_config = _lora.plan_merge(ckpt, names, merged)
+        model = check_names(ckpt, prefix, config, {name: fqn for fqn, name in names.items()})
+        if model is None:
+            raise zarrckpt.UnsupportedValueError(
+                f"{ckpt.url}: merge=True requires a configuration of a class of transformers that is not quantised, "
+                f"found {type(config).__name__} of {config.architectures}. Use PEFT's merge_and_unload"
+            )
+        changed = _lora.merged_weights(ckpt, model, names, factors, adapter_config)
+        state = model.state_dict(keep_vars=True)
+        uses = Counter(map(id, state.values()))
+        own = [name for fqn, name in names.items() if fqn in changed or ".modules_to_save." in fqn]
+        if tied := [name for name in own if uses[id(state.get(name))] > 1]:
+            raise zarrckpt.UnsupportedValueError(
+                f"{ckpt.url}: merge=True does not support adapters of tied weights: {tied[:3]}. Use PEFT's "
+                "merge_and_unload"
+            )
+    pairs = _tied_names(model, config)
+    present = {*names.values()}
+    return {fqn: name for fqn, name in names.items() if pairs.get(name) not in present}, changed
+
+
 def _export_model(
     ckpt: zarrckpt.Checkpoint,
-    prefix: str,
     folder: str,
     config: Any,
     generation_config: Any,
-    *,
+    weights: _Weights,
     dtype: str | None,
     max_file_bytes: int,
 ) -> Any:
-    weights = ckpt.select(prefix, exclude=_find_tied(ckpt, prefix, config))
-    report = zarrckpt.to_safetensors(weights, folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
+    names, changed = weights
+    report = write_safetensors(ckpt, names, folder, dtype, max_file_bytes, changed=changed)
     # from_pretrained creates the model in the dtype of its configuration.
-    dtypes = (str(ckpt.entry(fqn).dtype) for fqn in ckpt.select(prefix).tensors)
-    floating = Counter(kind for kind in dtypes if "float" in kind)
-    own = dtype or (floating.most_common(1)[0][0] if floating else None)
-    described = config.to_dict() if own is None else {**config.to_dict(), "dtype": own}
+    floating = Counter(kind for fqn in names if "float" in (kind := str(ckpt.entry(fqn).dtype)))
+    own_dtype = dtype or (floating.most_common(1)[0][0] if floating else None)
+    described = config.to_dict() if own_dtype is None else {**config.to_dict(), "dtype": own_dtype}
     type(config).from_dict(described).save_pretrained(folder)
     entry = f"{DESCRIPTIONS}.generation_config"
     if generation_config is None and entry in ckpt:
@@ -205,28 +245,38 @@ def _export_model(
     return report
 
 
-def _find_tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
-    """Return the names of weights that a model with this configuration shares with other weights of the checkpoint."""
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    tied = getattr(kind, "_tied_weights_keys", None) if config.tie_word_embeddings else None
-    pairs = tied.items() if isinstance(tied, dict) else ()
-    names = {f"{prefix}.{name}": f"{prefix}.{source}" for name, source in pairs}
-    return [fqn for fqn, source in names.items() if fqn in ckpt and source in ckpt]
+def _tied_names(model: Any, config: Any) -> dict[str, str]:
+    """Return name -> source of the weights that a model shares with other weights."""
+    tied = getattr(model, "_tied_weights_keys", None) if getattr(config, "tie_word_embeddings", False) else None
+    return dict(tied) if isinstance(tied, dict) else {}
 
 
-def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None) -> None:
+def _adapter_configs(ckpt: zarrckpt.Checkpoint, given: Any) -> dict[str, Any]:
+    """Return the configuration of each adapter: those of an argument, or else those in the checkpoint."""
     entry = f"{DESCRIPTIONS}.peft_config"
-    for adapter, config in _from_document(ckpt, entry, lambda found: found).items():
+    if given is None:
+        return _from_document(ckpt, entry, dict) if entry in ckpt else {}
+    if hasattr(given, "to_dict"):
+        adapters = _lora.adapter_names(ckpt)
+        given = dict.fromkeys(adapters if len(adapters) == 1 else ["default"], given)
+    plain = {name: one.to_dict() if hasattr(one, "to_dict") else one for name, one in given.items()}
+    return dict(json.loads(json.dumps(plain, default=as_json_value)))
+
+
+def _export_adapters(
+    ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None, configs: Mapping[str, Any]
+) -> None:
+    for adapter, config in configs.items():
         if not isinstance(config, dict) or adapter in ("", ".", "..") or not {*adapter}.isdisjoint("/\\\0"):
             raise zarrckpt.CorruptCheckpointError(
-                f"{ckpt.url}: {entry!r} has the adapter {adapter!r}, expected a valid folder name and a configuration"
+                f"{ckpt.url}: found a configuration of the adapter {adapter!r}, expected a JSON object and a valid name"
             )
         own_folder = folder if adapter == "default" else folder / adapter
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
-        if not names:
+        if not names or any(name.startswith("prompt_encoder.") for name in names):  # PEFT has other names for prompts
             raise zarrckpt.UnsupportedValueError(
-                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) cannot be exported, because no "
-                f"weight below {prefix!r} has the adapter's name in its name. Resume the training, then call "
+                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) cannot be exported, because its "
+                f"weights below {prefix!r} do not have the names of PEFT's files. Resume the training, then call "
                 "model.save_pretrained"
             )
         found = ckpt.load(names.values())

@@ -161,8 +161,9 @@ def _descriptions(model: Any) -> dict[str, str]:
         found["generation_config"] = generation.to_dict()
     if hasattr(model, "peft_config"):
         found["peft_config"] = {name: adapter.to_dict() for name, adapter in model.peft_config.items()}
-    return {name: json.dumps(value, default=_as_json) for name, value in found.items()}
+    return {name: json.dumps(value, default=as_json_value) for name, value in found.items()}
 
 
-def _as_json(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
+    """Return a member of a configuration as JSON, for ``json.dumps(default=)``."""
     return sorted(value) if isinstance(value, set) else str(value)
