@@ -67,10 +67,10 @@ def survivors(there: Known, rules: dict[str, Any], pinned: set[int]) -> set[int]
     kept = {step for step in there if sum(other > step for other in there) < rules["newest"]} | (pinned & {*there})
     kept |= {step for step in there if rules["every_steps"] and step % rules["every_steps"] == 0}
     for step, value in there.items():
-        if value is not None:
+        if value is not None and math.isfinite(value):
             better = 0
             for other, of_other in there.items():
-                if of_other is not None:
+                if of_other is not None and math.isfinite(of_other):
                     wins = of_other < value if rules["mode"] == "min" else of_other > value
                     better += wins or (of_other == value and other > step)
             if better < rules["best"]:
@@ -351,7 +351,7 @@ def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
         assert restored(job) == 40 and job.steps() == [40]
     assert len(zarrckpt.recover(tmp_path).kept) == 2
     assert len(zarrckpt.recover(tmp_path, stopped=True).removed) == 2
-    assert sound_but(tmp_path, 10, 20) == [40]
+    assert folders(tmp_path) == {name(40)} and sound(tmp_path) == [40]
 
 
 def test_links_to_folders_are_checkpoints_and_stay(tmp_path: Path) -> None:
@@ -768,7 +768,7 @@ def test_a_takeover_before_the_commit_fails_the_save(background: bool, tmp_path:
 def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Between two deletions, and after one more commit. Then the old job no longer deletes."""
     saved(tmp_path, 10)
-    committed = threading.Event()
+    deleting, committed = threading.Event(), threading.Event()
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as old, manager(tmp_path) as new:
         old.restore(state(0))
 
@@ -776,6 +776,7 @@ def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplo
             if threading.current_thread().name != "zarrckpt-retention":
                 return
             if call.key.startswith(f"{name(10)}/@zarrckpt"):
+                deleting.set()
                 committed.wait(60)
             elif call.key == RUN and committed.is_set():
                 watch.rule = lambda _: None
@@ -783,6 +784,7 @@ def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplo
 
         watch.rule = rule
         old.save(20, state(20))
+        assert deleting.wait(60)
         old.save(30, state(30))
         committed.set()
         begin = time.monotonic()
@@ -1021,7 +1023,7 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
     """Only a save fails. Another job that continues the run is not stopped."""
     saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
-    message = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    message = r"CheckpointManager\('.*run', read_only=True\)"
     with manager(folder) as job, manager(tmp_path / "run") as other:
         assert restored(other) == 100
         with pytest.warns(UserWarning, match=message):

@@ -65,13 +65,17 @@ class Keep:
         return reasons
 
 
+def finite_metric(value: object) -> int | float | None:
+    """Return a metric if it is a finite number, otherwise None. No other value is better or worse than another one."""
+    # Not math.isfinite, which raises an error for an int that is too large for a float.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < math.inf else None
+
+
 def metric_order(metadata: Mapping[str, Any], metric: str | None, mode: Mode) -> int | float | None:
     """Return a number that is least for the best metric, or None if a checkpoint's metric is not a finite number."""
-    value = metadata.get(metric or "")
-    # Not math.isfinite, which raises an error for an int that is too large for a float.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        return None
-    return -value if mode == "max" else value
+    value = finite_metric(metadata.get(metric or ""))
+    return -value if value is not None and mode == "max" else value
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
