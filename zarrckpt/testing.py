@@ -200,8 +200,8 @@ class FaultyStore(Store):
         names = [*folders]
         self._call("sweep", ", ".join(names), lambda: self._inner.sweep(names))
 
-    def remove_folder(self) -> None:
-        self._call("sweep", "", self._inner.remove_folder)
+    def remove_folder(self, folder: str = "") -> None:
+        self._call("sweep", folder, lambda: self._inner.remove_folder(folder))
 
     def _on_archive(self, verb: str, *args: Any) -> Any:
         return self._call("archive", verb, lambda: getattr(self._inner, verb)(*args))

@@ -44,6 +44,7 @@ from zarrckpt import Keep
 from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
 from zarrckpt._store._conditional_puts import _known_support
+from zarrckpt._store._local_commit import write_temp
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 
@@ -67,10 +68,10 @@ def survivors(there: Known, rules: dict[str, Any], pinned: set[int]) -> set[int]
     kept = {step for step in there if sum(other > step for other in there) < rules["newest"]} | (pinned & {*there})
     kept |= {step for step in there if rules["every_steps"] and step % rules["every_steps"] == 0}
     for step, value in there.items():
-        if value is not None:
+        if value is not None and math.isfinite(value):
             better = 0
             for other, of_other in there.items():
-                if of_other is not None:
+                if of_other is not None and math.isfinite(of_other):
                     wins = of_other < value if rules["mode"] == "min" else of_other > value
                     better += wins or (of_other == value and other > step)
             if better < rules["best"]:
@@ -239,6 +240,14 @@ def test_best_finds_the_best_finite_metric(tmp_path: Path, mode: Any, at_best: i
         assert zarrckpt.best(str(tmp_path / "run"), "loss", mode) == str(tmp_path / "run" / name(at_best))
         with pytest.warns(UserWarning, match="did you mean 'loss'"):
             assert zarrckpt.best(tmp_path / "run", "los") is None
+        # Retention keeps the same one.
+        with manager(tmp_path / "run", keep=Keep(best=1, metric="loss", mode=mode)) as job:
+            job.save(80, state(80), {"loss": math.inf if mode == "max" else -math.inf})
+        assert zarrckpt.best(tmp_path / "run", "loss", mode) == str(tmp_path / "run" / name(at_best))
+        assert folders(tmp_path / "run") == {name(at_best), "step-60", "step-70", name(80)}
+    huge = {1: {"loss": -(10**400)}, 2: {"loss": 10**400}, 3: {"loss": True}, 4: {"loss": "1"}, 5: {}}
+    kept = Keep(best=5, metric="loss", mode=mode).reasons(huge)
+    assert sorted(kept) == [1, 2, 5] and kept[1 if mode == "min" else 2] == ["best 1"]
     with pytest.raises(ValueError, match="mode"):
         zarrckpt.best(tmp_path / "run", "loss", "least")  # type: ignore[arg-type]
 
@@ -324,15 +333,79 @@ def test_a_run_whose_checkpoints_are_missing_is_an_error(tmp_path: Path) -> None
         assert restored(job) is None
 
 
-@pytest.mark.parametrize("damage", [foreign_root, lost_root])
-def test_a_step_without_its_root_is_saved_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("damage", [foreign_root, lost_root, damage_root])
+def test_a_damaged_step_is_saved_again(
+    damage: Callable[[Path], None], restores: bool, background: bool, tmp_path: Path
+) -> None:
     saved(tmp_path, 10, 20)
     damage(tmp_path / name(20))
-    with manager(tmp_path, keep=Keep()) as job:
-        with pytest.warns(UserWarning, match=name(20)):
-            assert restored(job) == 10
-        job.save(20, state(20))
+    with manager(tmp_path, keep=Keep(), background=background) as job, pytest.warns(UserWarning, match=name(20)):
+        assert not restores or restored(job) == 10
+        job.save(20, state(20)).result()
     assert folders(tmp_path) == {name(20)} and sound(tmp_path) == [20]
+
+
+@pytest.mark.usefixtures("each_format")
+@pytest.mark.filterwarnings("ignore:.*step-00000020.* is damaged and was skipped:UserWarning")
+def test_a_save_replaces_only_damage_of_its_run(tmp_path: Path) -> None:
+    """Another run's damaged checkpoint stays, a pinned one too, and one that is repaired before the save."""
+    run, other, root = tmp_path / "run", tmp_path / "other", tmp_path / "run" / name(20)
+    saved(run, 10)
+    if not name(0).endswith("zip"):  # A damaged archive does not name its run.
+        saved(other, 20)
+        shutil.copytree(other / name(20), root)
+        damage_root(root)
+        for restores in (False, True):
+            with manager(run) as job:
+                assert not restores or restored(job) == 10
+                with pytest.raises(zarrckpt.ForeignObjectsError, match=f"{name(20)}.*zarrckpt rm") as raised:
+                    job.save(20, state(20))
+                assert "overwrite" not in str(raised.value)
+        zarrckpt.remove(root)
+    saved(run, 20)
+    zarrckpt.pin(root)
+    whole = tmp_path / "whole"
+    (shutil.copy if root.is_file() else shutil.copytree)(root, whole)
+    damage_root(root)
+    with manager(run) as job:
+        assert restored(job) == 10
+        with pytest.raises(zarrckpt.CheckpointPinnedError):
+            job.save(20, state(20))
+        if root.is_file():
+            shutil.copy(whole, root)
+        else:
+            shutil.copy(whole / "zarr.json", root / "zarr.json")
+        with pytest.raises(zarrckpt.CheckpointExistsError, match=name(20)) as exists:
+            job.save(20, state(200))
+        assert "overwrite" not in str(exists.value)
+    assert sound(run) == [10, 20]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("left", ["claim", "part of a claim", "claim and part of a marker", "no file"])
+def test_leftovers_without_a_marker_are_removed(left: str, stopped: bool, tmp_path: Path) -> None:
+    """By the commit of a later step, and by recover(stopped=True), but not by recover()."""
+    saved(tmp_path, 5)
+    group = tmp_path / name(10) / "@zarrckpt"
+    marker = group / ("0" * 31 + "1") / "zarr.json"
+    (marker.parent if "marker" in left else group).mkdir(parents=True)
+    if left.startswith("claim"):
+        shutil.copy(tmp_path / name(5) / "@zarrckpt" / "zarr.json", group)
+    if "part" in left:
+        target = marker if "marker" in left else group / "zarr.json"
+        write_temp(str(target), [[memoryview(b"{")]], unique="marker" not in left, sync=False)
+    logs = tmp_path / "step-logs"
+    logs.mkdir()
+    zarrckpt.recover(tmp_path)
+    assert group.exists()
+    if stopped:
+        zarrckpt.recover(tmp_path, stopped=True)
+    else:
+        saved(tmp_path, 16)
+    logs.rmdir()
+    assert not group.parent.exists() and sound(tmp_path) == ([5] if stopped else [5, 16])
 
 
 @pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
@@ -351,7 +424,7 @@ def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
         assert restored(job) == 40 and job.steps() == [40]
     assert len(zarrckpt.recover(tmp_path).kept) == 2
     assert len(zarrckpt.recover(tmp_path, stopped=True).removed) == 2
-    assert sound_but(tmp_path, 10, 20) == [40]
+    assert folders(tmp_path) == {name(40)} and sound(tmp_path) == [40]
 
 
 def test_links_to_folders_are_checkpoints_and_stay(tmp_path: Path) -> None:
@@ -600,6 +673,31 @@ def test_rewind_removes_all_later_steps_or_none(pinned: bool, tmp_path: Path) ->
     assert sound(run) == before
 
 
+@pytest.mark.usefixtures("each_format")
+@pytest.mark.parametrize("copied", ["another name", "by cp", "damaged"])
+def test_rewind_removes_no_copy(copied: str, tmp_path: Path) -> None:
+    """What retention does not delete, a return to an earlier step does not delete either."""
+    saved(tmp_path, 10, 20)
+    copy = tmp_path / name(20).replace("-000000", "-")
+    if copied == "by cp":
+        zarrckpt.copy(tmp_path / name(20), tmp_path / "aside")
+        zarrckpt.remove(tmp_path / name(20))
+        copy = tmp_path / name(20)
+        zarrckpt.copy(tmp_path / "aside", copy)
+    else:
+        (shutil.copy if copy.name.endswith("zip") else shutil.copytree)(tmp_path / name(20), copy)
+    if copied == "damaged":
+        damage_root(copy)
+    elif copied == "by cp" and copy.name.endswith("zip"):
+        return  # An archive has no marker that names the run.
+    files = {*tmp_path.rglob("*")}
+    with manager(tmp_path) as job, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=copy.name):
+            job.restore(state(0), step=10, rewind=True)
+    assert {*tmp_path.rglob("*")} == files
+
+
 @pytest.mark.parametrize("of_the_run", [True, False])
 def test_rewind_while_another_process_saves(of_the_run: bool, tmp_path: Path) -> None:
     """A save of the run fails, even if the step is saved again meanwhile. A save of another program is not touched."""
@@ -768,7 +866,7 @@ def test_a_takeover_before_the_commit_fails_the_save(background: bool, tmp_path:
 def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Between two deletions, and after one more commit. Then the old job no longer deletes."""
     saved(tmp_path, 10)
-    committed = threading.Event()
+    deleting, committed = threading.Event(), threading.Event()
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as old, manager(tmp_path) as new:
         old.restore(state(0))
 
@@ -776,6 +874,7 @@ def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplo
             if threading.current_thread().name != "zarrckpt-retention":
                 return
             if call.key.startswith(f"{name(10)}/@zarrckpt"):
+                deleting.set()
                 committed.wait(60)
             elif call.key == RUN and committed.is_set():
                 watch.rule = lambda _: None
@@ -783,6 +882,7 @@ def test_a_takeover_before_a_deletion_keeps_the_checkpoint(tmp_path: Path, caplo
 
         watch.rule = rule
         old.save(20, state(20))
+        assert deleting.wait(60)
         old.save(30, state(30))
         committed.set()
         begin = time.monotonic()
@@ -1021,7 +1121,7 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
     """Only a save fails. Another job that continues the run is not stopped."""
     saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
-    message = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    message = r"CheckpointManager\('.*run', read_only=True\)"
     with manager(folder) as job, manager(tmp_path / "run") as other:
         assert restored(other) == 100
         with pytest.warns(UserWarning, match=message):
@@ -1033,6 +1133,84 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
         other.save(101, state(101))
     with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(90)) as job:
         assert restored(job) == 90
+
+
+# -- managers that only read
+
+
+@pytest.mark.usefixtures("each_format")
+def test_an_evaluation_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager(tmp_path) as job:
+        assert restored(job) is None
+        handler = signal.getsignal(signal.SIGTERM)
+        with watched(tmp_path) as watch:
+            arguments: dict[str, Any] = {"read_only": True, "signals": ("SIGTERM",), "keep": Keep(), "save_every": 1}
+            with manager(tmp_path, **arguments) as evaluation:
+                assert restored(evaluation) is None
+                for step in (1, 2):
+                    job.save(step, state(step), {"loss": step})
+                    watch.calls.clear()
+                    assert restored(evaluation) == step and signal.getsignal(signal.SIGTERM) is handler
+                    assert {verb for verb, _ in watch.calls} <= {"get", "read", "list"}
+                watch.calls.clear()
+                assert restored(evaluation, step=1) == 1 and evaluation.steps() == [1, 2]
+                calls: list[Callable[[], Any]] = [
+                    lambda: evaluation.save(3, state(3)),
+                    lambda: evaluation.step(3, state(3)),
+                    lambda: evaluation.pin(2),
+                    lambda: evaluation.unpin(2),
+                    lambda: evaluation.restore(state(0), step=1, rewind=True),
+                ]
+                for call in calls:
+                    with pytest.raises(zarrckpt.CheckpointError, match=r"read_only=True"):
+                        call()
+                assert evaluation.wait() is None
+            assert {verb for verb, _ in watch.calls} <= {"get", "read", "list"}
+        job.save(3, state(3))
+        caplog.set_level(logging.INFO)
+        with manager(tmp_path) as other:
+            assert restored(other) == 3
+        assert [record.levelname for record in caplog.records if "took over the run" in record.getMessage()] == ["INFO"]
+        with pytest.raises(zarrckpt.RunTakenOverError, match=r"only evaluates, use .*read_only=True"):
+            job.save(4, state(4))
+
+
+@pytest.mark.parametrize("deletions", [1, 3, 4])
+def test_an_evaluation_loads_the_next_checkpoint_if_one_is_deleted(deletions: int, tmp_path: Path) -> None:
+    with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
+        job.save(1, state(1))
+        with manager(tmp_path, read_only=True) as evaluation:
+            newest = 1
+
+            def delete(call: Call) -> None:
+                nonlocal newest
+                if call.verb == "read" and call.key == f"{name(newest)}/w/c.0.0" and newest <= deletions:
+                    newest += 1
+                    job.save(newest, state(newest), {"loss": 1})
+                    job._coordinator.retention.settle(60)
+
+            watch.rule = delete
+            if deletions <= 3:
+                assert restored(evaluation) == deletions + 1
+            else:
+                with pytest.raises(zarrckpt.CheckpointRemovedError, match=name(4)):
+                    evaluation.restore(state(0))
+
+
+def test_an_evaluation_never_returns_none_after_a_partial_load(tmp_path: Path) -> None:
+    """The folder has no document of a run, and its only checkpoint is removed during the load."""
+    zarrckpt.save(state(1), tmp_path / name(1))
+    with watched(tmp_path) as watch, manager(tmp_path, read_only=True) as evaluation:
+
+        def remove(call: Call) -> None:
+            if call.verb == "read" and "/w" in call.key:
+                watch.rule = lambda _: None
+                zarrckpt.remove(tmp_path / name(1))
+
+        watch.rule = remove
+        with pytest.raises(zarrckpt.CheckpointRemovedError):
+            evaluation.restore(state(0))
+    assert not (tmp_path / "@run").exists()
 
 
 # -- saves

@@ -67,7 +67,7 @@ def _after(run: Path, watch: Watched, job: zarrckpt.CheckpointManager) -> None:
         assert [*(run / folder).glob("@zarrckpt/*/checksums/zarr.json")] and not (run / folder / "zarr.json").exists()
     assert sound(run) == job.steps() == [5, 70, 80]
     zarrckpt.recover(run, stopped=True)
-    assert all(path.name == "@zarrckpt" for folder in killed for path in (run / folder).iterdir())
+    assert folders(run) == expected
 
 
 def _dies(run: Path, watch: Watched) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from zarrckpt._commit.contents import read_listings, read_markers
+from zarrckpt._commit.contents import is_of_run, read_listings, read_markers
 from zarrckpt._commit.discovery import removal_next_step
 from zarrckpt._commit.marker import CLAIM_KEY, Marker, claim_bytes, marker_key
 from zarrckpt._commit.pins import refuse_pinned
@@ -24,6 +24,7 @@ from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointRemovedError,
+    ForeignObjectsError,
     ObjectExistsError,
     StorageError,
     log,
@@ -78,27 +79,42 @@ class Attempt:
         return self.history[0] if self.history else ""
 
 
-def refuse_committed(store: Store) -> None:
+def refuse_committed(store: Store, run_id: str, damaged_id: str) -> None:
     """Raise the error of :func:`begin` without ``overwrite`` if a root document exists. One request."""
-    _refuse_root(store, parse_committed(store, get_versioned_if_stored(store, NODE), allow_damaged=False))
+    _refuse_root(store, get_versioned_if_stored(store, NODE), run_id, damaged_id)
 
 
-def _refuse_root(store: Store, root: Root | None) -> None:
-    if root is not None:
+def _refuse_root(store: Store, document: VersionedObject | None, run_id: str, damaged_id: str) -> Root | None:
+    """Return the root of a damaged checkpoint that a save of a run replaces, or None if it cannot be read.
+
+    Without a run, and for other checkpoints, raises CheckpointExistsError or CorruptCheckpointError.
+    """
+    root = parse_committed(store, document, allow_damaged=bool(run_id))
+    if root is not None and root.save_id != damaged_id:
+        how = "save to another path, or pass overwrite=True"
+        if run_id:
+            how = f"save a greater step, or if you do not need that checkpoint: zarrckpt rm {store.url}"
         raise CheckpointExistsError(
-            f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}): "
-            "save to another path, or pass overwrite=True"
+            f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}): {how}"
         )
+    return root
 
 
-def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int = 0) -> Attempt:
+def begin(store: Store, marker: Marker, *, overwrite: bool, damaged_id: str = "", planned_bytes: int = 0) -> Attempt:
     """Begin an attempt: choose its tree and put its marker. The coordinator calls it before any chunk is written.
 
-    ``marker`` lists the nodes that the attempt will write. ``planned_bytes`` is for :meth:`Store.begin_archive`. Costs
-    9 requests, one more for each earlier attempt, and three more to overwrite, in 3 to 7 round trips. Raises
-    CheckpointExistsError if a checkpoint is committed and ``overwrite`` is false, CheckpointPinnedError if it is
-    pinned, ForeignObjectsError if the url is inside a checkpoint or has objects below it that this package did not
-    write, CheckpointRemovedError if a removal has not ended.
+    Costs 9 requests, one more for each earlier attempt, and three more to overwrite, in 3 to 7 round trips.
+
+    Args:
+        marker: the nodes that the attempt will write. If it names a run, a checkpoint of this run whose root document
+            is damaged is replaced.
+        overwrite: replace any checkpoint.
+        damaged_id: the id of a save of this run in whose data a load has found damage, or "". It is replaced.
+        planned_bytes: for :meth:`Store.begin_archive`.
+
+    Raises CheckpointExistsError if another checkpoint is committed, CheckpointPinnedError if it is pinned,
+    ForeignObjectsError if the url is inside a checkpoint or has objects below it that this package did not write, or a
+    damaged checkpoint that the run did not save, CheckpointRemovedError if a removal has not ended.
     """
     if store.url.lower().endswith(".zip") and not store.is_archive:
         warn(f"{store.url} becomes a folder, because only a name that ends with {SUFFIX!r} is that of an archive")
@@ -107,10 +123,16 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, planned_bytes: int =
         raise CheckpointRemovedError(
             f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}. Then save again"
         )
-    root = parse_committed(store, seen.committed_document, allow_damaged=overwrite)
-    if not overwrite:
-        _refuse_root(store, root)
+    if overwrite:
+        root = parse_committed(store, seen.committed_document, allow_damaged=True)
+    else:
+        root = _refuse_root(store, seen.committed_document, marker.run_id, damaged_id)
     older = read_markers(store, root, seen)
+    if not overwrite and seen.committed_document is not None and not is_of_run(root, older, marker.run_id):
+        raise ForeignObjectsError(
+            f"the damaged checkpoint {store.url} was not saved by the run {marker.run_id}. Nothing was changed. Move "
+            f"it elsewhere, or if you do not need it: zarrckpt rm {store.url}"
+        )
     first = not seen.claimed and _put_claim(store, marker.save_id)
     # The first attempt has the canonical tree. An attempt that began during a removal may have it too, without a claim,
     # because the removal has deleted the claim. In an archive, each attempt has the canonical tree to itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,16 @@ class UrlContents:
     def may_commit(self, marker: Marker) -> bool:
         """Whether an attempt could commit if it still runs: the save that it replaces is still committed."""
         return not marker.failed and marker.replaced_id == ("" if self.root is None else self.root.save_id)
+
+
+def is_of_run(root: Root | None, markers: Iterable[Marker], run_id: str) -> bool:
+    """Whether saves of a run have written the checkpoint, or without its root the leftovers, at a url. No I/O.
+
+    The marker counts too, because a copy that ``zarrckpt cp`` has made has the same root document.
+    """
+    if root is not None:
+        markers = [marker for marker in markers if marker.save_id == root.save_id]
+    return (root is None or run_of(root.metadata) == run_id) and all(marker.run_id == run_id for marker in markers)
 
 
 def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoints: bool = False) -> UrlContents:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from zarrckpt._commit.contents import read_contents
-from zarrckpt._commit.discovery import CheckpointFolder, find_saves, holds_checkpoints
+from zarrckpt._commit.discovery import CheckpointFolder, find_saves
 from zarrckpt._commit.foreign_files import describe_files
 from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, marker_key, marker_of
@@ -16,11 +16,12 @@ from zarrckpt._commit.pins import list_pins
 from zarrckpt._commit.removal import count_objects, delete_attempts, remove_all, sweep_temporary_files
 from zarrckpt._commit.stored_documents import is_stored
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
+from zarrckpt._format.root import RESERVED_GROUP
 from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
-from zarrckpt._store import StoreSpec, Url
+from zarrckpt._store import Store, StoreSpec, Url
 
 _FOLDERS_AT_ONCE = 4
 """Maximum number of folders that are recovered in parallel. Each recovery makes parallel requests itself."""
@@ -57,7 +58,8 @@ def recover(
     The next save to the url does the same, so call this only if there will be no next save. Only keys that a save's own
     marker lists are deleted. A save that could still commit is kept: it has no record of a failure, and the
     checkpoint at the url has not changed since it began. Storage does not show whether such a save is still running.
-    The claim stays, so a dead rank that still writes cannot write to keys of a later save.
+    The claim stays, so a dead rank that still writes cannot write to keys of a later save. With ``stopped``, nothing
+    stays at a url without a checkpoint.
 
     Args:
         url: the url of a checkpoint, or of a folder of checkpoints. In a folder, each checkpoint directly below it is
@@ -76,6 +78,9 @@ def recover(
     store = spec.open()
     listed = list_below(store)
     begun = [] if listed.has_save else find_saves(store, listed.folders)
+    if stopped and not listed.has_save:
+        for name in {*listed.folders} - {below.name for below in begun}:
+            _remove_empty_folder(spec.child(name).open())
     if all(below.unreadable for below in begun):
         if listed.is_run and not listed.has_save and not begun:
             return RecoverReport(spec.url, 0, (), ())  # a run without checkpoints
@@ -104,6 +109,8 @@ def _recovered_below(spec: StoreSpec, below: CheckpointFolder, stopped: bool) ->
 def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     store = spec.open()
     found = read_contents(store, beside_checkpoints=stopped)
+    if stopped and not found.begun:
+        _remove_empty_folder(store)
     if found.removal and stopped and found.root_bytes is not None and list_pins(store):
         # The removal was interrupted before it could see the pin, and has deleted nothing.
         store.delete([REMOVAL_KEY])
@@ -115,8 +122,6 @@ def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     kept = [marker.save_id for marker in found.others if marker not in dead]
     # Keys that a kept attempt lists are spared: one that began during a removal may share keys with a dead attempt.
     spared = [marker for marker in found.markers if marker not in dead]
-    # Without its claim, a folder of checkpoints in which a save was begun by mistake works as a folder again.
-    folder = stopped and found.root_bytes is None and holds_checkpoints(store)
     ended = [marker.save_id for marker in dead] if stopped else []
     objects = delete_attempts(store, dead, ended=ended, spared=spared)
     if store.is_archive and found.root is not None and is_stored(store, marker_key(found.root.save_id)):
@@ -126,9 +131,19 @@ def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
         # These pins were put while the checkpoint was being removed.
         store.delete(found.pins)
     if stopped:
-        store.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
+        claims = [CLAIM_KEY] if found.claimed and found.root_bytes is None else []
+        store.delete([*found.probes, *claims])
+        objects += len(claims)
         sweep_temporary_files(store)
+        if found.root_bytes is None and found.begun:
+            store.remove_folder()
     return RecoverReport(store.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
+
+
+def _remove_empty_folder(store: Store) -> None:
+    """Remove the folder of a save that was killed before its first object was complete. No save may be running."""
+    if store.is_local and (store.is_archive or RESERVED_GROUP in store.list_dir()[1]):
+        store.remove_folder()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from zarrckpt._format.root import Root
 from zarrckpt._inspect.info import STEPS, info_of
 from zarrckpt._jobs import run_jobs
 from zarrckpt._runs.folders import is_name_of, step_of
-from zarrckpt._runs.keep import comparable_metric
+from zarrckpt._runs.keep import finite_metric
 from zarrckpt._runs.record import RunRecord, read_record
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
@@ -43,7 +43,7 @@ class ListedCheckpoint:
     nbytes: int | None = None
     """The size of all tensors and blobs."""
     metrics: Mapping[str, int | float] = field(default_factory=dict)
-    """The numbers in the metadata, without steps and epochs."""
+    """The finite numbers in the metadata, without steps and epochs."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The user's metadata."""
     run: str | None = None
@@ -112,7 +112,7 @@ def describe_checkpoint(name: str, url: str, root: Root) -> ListedCheckpoint:
     """Describe a committed checkpoint. No request."""
     info = info_of(url, root, root.entries)
     reused = 0 if info.reused is None else info.reused.nbytes
-    numbers = {name: comparable_metric(value) for name, value in info.metadata.items() if name not in COUNTERS}
+    numbers = {name: finite_metric(value) for name, value in info.metadata.items() if name not in COUNTERS}
     return ListedCheckpoint(
         name,
         url,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,15 @@ from zarrckpt._events import OnEvent
 from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.wire import record
-from zarrckpt._runs.folders import RunCheckpoint, WithoutRoot, newest_first, skip_warning, step_folders, step_of
+from zarrckpt._runs.folders import (
+    RunCheckpoint,
+    WithoutRoot,
+    is_own,
+    newest_first,
+    skip_warning,
+    step_folders,
+    step_of,
+)
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
@@ -43,8 +51,6 @@ class ChosenCheckpoint:
     name: str
     """The folder of the checkpoint, or "" if there is none or it belongs to another run."""
     step: int | None
-    damaged: tuple[str, ...]
-    """The folders of damaged checkpoints. A save to one of them replaces it."""
     is_origin: bool = False
     """Whether it is the checkpoint of another run from which this run begins."""
     has_alternative: bool = False
@@ -62,13 +68,21 @@ class RunCoordinator:
     """
 
     def __init__(
-        self, spec: StoreSpec, keep: Keep | None, init_from: StoreSpec, on_event: OnEvent | None, rank: int
+        self,
+        spec: StoreSpec,
+        keep: Keep | None,
+        init_from: StoreSpec,
+        on_event: OnEvent | None,
+        rank: int,
+        *,
+        read_only: bool,
     ) -> None:
         """``init_from`` is the checkpoint from which the run begins. Its url is "" if the user gave none.
 
-        ``rank`` is the one in the events of deletions.
+        ``rank`` is the one in the events of deletions. With ``read_only``, :meth:`choose` does not take over the run.
         """
         self.spec = spec
+        self._read_only = read_only
         self._init_from = init_from
         self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._unpin_origin, on_event, rank)
@@ -76,6 +90,10 @@ class RunCoordinator:
         """The step of the newest sound checkpoint. Saves up to this step are refused."""
         self.newest_name = ""
         """The folder of this checkpoint, whose chunks the next save reuses, or ""."""
+        self._chosen: RunCheckpoint | None = None
+        """The result of the last :meth:`choose`."""
+        self._damaged: dict[str, CheckpointFolder] = {}
+        """The checkpoints that were found damaged, by name. If a load found the damage, with the root."""
         self._has_unpinned = False
         """Whether this job has deleted the pin of the checkpoint from which the run began."""
 
@@ -84,30 +102,39 @@ class RunCoordinator:
     def choose(
         self,
         step: int | None,
-        unreadable: frozenset[str],
         timeout: float,
         report_alive: Callable[[], None],
         *,
         rewind: bool,
+        is_damaged: bool,
     ) -> ChosenCheckpoint:
         """Choose the checkpoint of a step, or the newest sound one, and take over the run.
 
-        ``unreadable`` are folders with checkpoints that are known to be damaged. First waits at most ``timeout``
-        seconds for running deletions, which may delete the chosen checkpoint. Calls ``report_alive`` for each
-        checkpoint that it removes. Costs all pages of one listing and three requests if the newest checkpoint is sound
-        and ``step`` is None.
+        ``is_damaged``: a load has found that the checkpoint of the last call is damaged. Another one is chosen.
+        First waits at most ``timeout`` seconds for running deletions, which may delete the chosen checkpoint. Calls
+        ``report_alive`` for each checkpoint that it removes. Costs all pages of one listing and three requests if the
+        newest checkpoint is sound and ``step`` is None.
         """
         self.retention.settle(timeout)
+        if not is_damaged:
+            self._damaged = {}
+        elif (last := self._chosen) is not None:
+            damage = CorruptCheckpointError("its data are damaged")
+            self._damaged[last.name] = CheckpointFolder(last.name, last.root, damage)
         store, url = self.spec.open(), self.spec.url
         steps = _list_steps(store)
-        newest, damaged = self._find_newest(steps, unreadable)
-        chosen = newest if step is None else _find_step(store, step, steps, unreadable)
-        stored = self.ownership.read()
+        found_by_loads = {name for name, below in self._damaged.items() if below.root is not None}
+        newest = self._find_newest(steps)
+        chosen = newest if step is None else _find_step(store, step, steps, found_by_loads)
+        self._chosen = chosen
+        stored = None if self._read_only and chosen is not None else self.ownership.read()
         if chosen is None:
+            damaged = sorted(self._damaged.values(), key=lambda below: step_of(below.name) or 0, reverse=True)
             _refuse_to_begin_anew(url, stored, damaged)
         self._note_newest(newest)
         try:
-            self._take_over(stored, chosen, steps, newest)
+            if not self._read_only:
+                self._take_over(stored, chosen, steps, newest)
         except StorageError as err:
             if rewind:
                 raise
@@ -117,41 +144,36 @@ class RunCoordinator:
             )
         if chosen is None:
             if not self._init_from.url:
-                return ChosenCheckpoint("", None, ())
-            return ChosenCheckpoint("", self._pin_origin(), (), is_origin=True)
+                return ChosenCheckpoint("", None)
+            return ChosenCheckpoint("", self._pin_origin(), is_origin=True)
         if rewind:
             self._remove_after(chosen, steps, report_alive)
-        elif chosen.step < self.newest_step:
+        elif chosen.step < self.newest_step and not self._read_only:
             warn(
                 f"the run {url} continues from step {chosen.step}, but has a checkpoint of step {self.newest_step}: "
                 "saves up to that step are refused. restore(..., rewind=True) removes the later checkpoints"
             )
-        alternative = any(steps[name] == chosen.step for name in steps.keys() - {chosen.name, *unreadable})
-        names = tuple(below.name for below in damaged)
-        return ChosenCheckpoint(chosen.name, chosen.step, names, has_alternative=alternative)
+        alternative = any(steps[name] == chosen.step for name in steps.keys() - self._damaged.keys() - {chosen.name})
+        return ChosenCheckpoint(chosen.name, chosen.step, has_alternative=alternative)
 
-    def _find_newest(
-        self, steps: Mapping[str, int], unreadable: frozenset[str]
-    ) -> tuple[RunCheckpoint | None, list[CheckpointFolder]]:
-        """Return the newest sound checkpoint and the damaged ones after it.
+    def _find_newest(self, steps: Mapping[str, int]) -> RunCheckpoint | None:
+        """Return the newest sound checkpoint. Damaged ones after it are recorded, so that they are never deleted.
 
-        Warns of the damaged ones, and records them, so that they are never deleted.
+        Warns of those that were not known to be damaged.
         """
         store = self.spec.open()
-        damage = CorruptCheckpointError("its data are damaged")
-        damaged = [CheckpointFolder(name, damage=damage) for name in sorted(unreadable, reverse=True)]
         try:
-            for below in newest_first(store, steps.keys() - unreadable):
+            for below in newest_first(store, steps.keys() - self._damaged.keys()):
                 if isinstance(below.damage, UnsupportedFormatError):
                     raise below.damage
                 if below.root is not None:
-                    return RunCheckpoint(steps[below.name], below.name, below.root), damaged
-                damaged.append(below)
+                    return RunCheckpoint(steps[below.name], below.name, below.root)
+                self._damaged[below.name] = below
                 warn(skip_warning(store, below))
-            return None, damaged
+            return None
         finally:
             with self.retention.lock_known() as known:
-                known.note_damaged(below.name for below in damaged)
+                known.note_damaged(self._damaged)
 
     def _take_over(
         self,
@@ -184,7 +206,7 @@ class RunCoordinator:
         found = [(name, read_contents(self.spec.child(name).open(), allow_damaged=True)) for name in later]
         for name, left in found:
             refuse_pinned(self.spec.child(name).open())
-            if fault := _foreign_fault(self.spec.child(name).url, left, self.ownership.record.run_id):
+            if fault := _foreign_fault(self.spec, name, left, self.ownership.record.run_id):
                 raise ForeignObjectsError(f"the run {self.spec.url} cannot return to step {chosen.step}: {fault}")
         for name, left in reversed(found):
             report_alive()
@@ -230,10 +252,16 @@ class RunCoordinator:
             self.ownership.check()
         else:
             steps = _list_steps(self.spec.open())
-            newest, _ = self._find_newest(steps, frozenset())
+            newest = self._find_newest(steps)
             stored = self.ownership.read()
             self._note_newest(newest)
             self._take_over(stored, newest, steps, newest)
+
+    def damaged_id(self, name: str) -> str:
+        """Return the id of the run's checkpoint of this name in which a load has found damage, or "". No I/O."""
+        root = self._damaged[name].root if name in self._damaged else None
+        is_own_root = root is not None and is_own(name, root, (), self.ownership.record.run_id)
+        return root.save_id if root is not None and is_own_root else ""
 
 
 @dataclass(frozen=True)
@@ -272,6 +300,9 @@ class RunSave:
         if text:
             warn(text)
         return coordinator.ownership.record.run_id
+
+    def damaged_id(self) -> str:
+        return self.coordinator.damaged_id(self.name)
 
     def base_name(self) -> str:
         return self.coordinator.newest_name
@@ -355,8 +386,8 @@ def _refuse_checkpoint(store: Store, *, has_root: bool, is_run: bool) -> None:
     )
 
 
-def _find_step(store: Store, step: int, steps: Mapping[str, int], unreadable: frozenset[str]) -> RunCheckpoint:
-    """Return the sound checkpoint of a step. Raises the reason if there is none."""
+def _find_step(store: Store, step: int, steps: Mapping[str, int], unreadable: Collection[str]) -> RunCheckpoint:
+    """Return the sound checkpoint of a step, outside the folders ``unreadable``. Raises the reason if there is none."""
     damage, unfinished = None, ""
     for below in newest_first(store, [name for name in steps if steps[name] == step and name not in unreadable]):
         if below.root is not None:
@@ -396,16 +427,13 @@ def _refuse_to_begin_anew(url: str, stored: RunRecord | None, damaged: Sequence[
         )
 
 
-def _foreign_fault(url: str, found: UrlContents, run_id: str) -> str:
+def _foreign_fault(spec: StoreSpec, name: str, found: UrlContents, run_id: str) -> str:
     """Return the reason why a rewind must not remove a later checkpoint, or "". No I/O."""
-    if found.root is not None:
-        is_foreign = run_of(found.root.metadata) != run_id
-    else:
-        is_foreign = found.root_bytes is not None and any(marker.run_id != run_id for marker in found.markers)
-    if is_foreign:
+    url = spec.child(name).url
+    if found.root_bytes is not None and not is_own(name, found.root, found.markers, run_id):
         return (
-            f"the later checkpoint {url} does not belong to the run {run_id}. Nothing was removed. If you do not need "
-            f"it: zarrckpt rm {url}"
+            f"the later checkpoint {url} was not saved by the run {run_id} under this name. Nothing was removed. Move "
+            f"it elsewhere, or if you do not need it: zarrckpt rm {url}"
         )
     for marker in found.others:
         if found.may_commit(marker) and marker.run_id != run_id:

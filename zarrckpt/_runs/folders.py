@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from zarrckpt._commit.contents import is_of_run
 from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest, number_in
 from zarrckpt._commit.listings import store_below
 from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key, parse_marker
 from zarrckpt._commit.stored_documents import is_stored, parse_root_document
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError, one_line
 from zarrckpt._format.documents import NODE, join
-from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._store import Store
@@ -58,9 +58,13 @@ class RunCheckpoint:
     root: Root
 
 
-def is_own(name: str, root: Root, run: str) -> bool:
-    """Whether a run has saved a checkpoint under this name. A copy under another name does not count."""
-    return run_of(root.metadata) == run and is_name_of(name, root.metadata.get("step"))
+def is_own(name: str, root: Root | None, markers: Iterable[Marker], run_id: str) -> bool:
+    """Whether saves of a run have written the checkpoint, or without its root the leftovers, under this name.
+
+    A user's copy does not count: its name is another one, or its marker does not name the run.
+    """
+    step = step_of(name) if root is None else root.metadata.get("step")
+    return is_name_of(name, step) and is_of_run(root, markers, run_id)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ class Keep:
 
     Args:
         newest: the number of newest checkpoints to keep, by step (default 1).
-        best: the number of checkpoints with the best ``metric`` to keep (default 0). Checkpoints without the metric, or
-            with None or NaN, are not counted. If two are equal, the later one is better.
+        best: the number of checkpoints with the best ``metric`` to keep (default 0). Only finite numbers count, as in
+            :func:`best`: not None, NaN or infinities. If two are equal, the later one is better.
         metric: the name of a metric that is passed to :meth:`CheckpointManager.step`.
         mode: ``"min"`` if the smallest metric is the best, as for a loss (default), or ``"max"`` if the greatest is, as
             for an accuracy.
@@ -54,11 +54,10 @@ class Keep:
         """
         steps = sorted(metadata_of, reverse=True)
         reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[: self.newest]}
-        sign = -1 if self.mode == "max" else 1
-        numbers = {step: comparable_metric(metadata_of[step].get(self.metric or "")) for step in steps}
-        ranked = [(sign * value, -step) for step, value in numbers.items() if value is not None]
-        for rank, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
-            reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {rank}")
+        orders = [(metric_order(metadata_of[step], self.metric, self.mode), -step) for step in steps]
+        ranked = sorted((order, negative) for order, negative in orders if order is not None)
+        for number, (_, negative) in enumerate(ranked[: self.best], 1):
+            reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {number}")
         if self.every_steps is not None:
             for step in steps:
                 if step % self.every_steps == 0:
@@ -66,11 +65,17 @@ class Keep:
         return reasons
 
 
-def comparable_metric(value: object) -> int | float | None:
-    """Return a metric if it is a number that can be compared, otherwise None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return None if isinstance(value, float) and math.isnan(value) else value
+def finite_metric(value: object) -> int | float | None:
+    """Return a metric if it is a finite number, otherwise None. No other value is better or worse than another one."""
+    # Not math.isfinite, which raises an error for an int that is too large for a float.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < math.inf else None
+
+
+def metric_order(metadata: Mapping[str, Any], metric: str | None, mode: Mode) -> int | float | None:
+    """Return a number that is least for the best metric, or None if a checkpoint's metric is not a finite number."""
+    value = finite_metric(metadata.get(metric or ""))
+    return -value if value is not None and mode == "max" else value
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
 from zarrckpt._runs.folders import newest_below, refuse_unreadable, skip_warning
-from zarrckpt._runs.keep import Keep, Mode, comparable_metric
+from zarrckpt._runs.keep import Keep, Mode, metric_order
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:
@@ -153,8 +152,7 @@ def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tupl
     elif not any(metric in metadata for _, metadata in roots):
         names = sorted({name for _, metadata in roots for name in metadata if not name.startswith(RESERVED)})
         warn(f"no checkpoint below {store.url} has {metric!r} in its metadata: {hint(metric, names)}")
-    known = [(comparable_metric(metadata.get(metric)), below) for below, metadata in roots]
-    finite = [(value, below) for value, below in known if value is not None and abs(value) != math.inf]
-    first = (min if mode == "min" else max)((value for value, _ in finite), default=None)
-    chosen = find_newest(below for value, below in finite if value == first)
+    orders = [(metric_order(metadata, metric, mode), below) for below, metadata in roots]
+    first = min((order for order, _ in orders if order is not None), default=None)
+    chosen = find_newest(below for order, below in orders if order is not None and order == first)
     return None if chosen is None else chosen.name, damaged

@@ -22,6 +22,7 @@ from zarrckpt._errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointRemovedError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     log,
     warn,
@@ -45,6 +46,11 @@ from zarrckpt._state import objects
 from zarrckpt._store import Store, StoreSpec, Url
 
 _PIN = pin_id_of("CheckpointManager.pin")
+
+_GONE = (CheckpointRemovedError, CheckpointNotFoundError, CheckpointReplacedError)
+
+_MAX_OTHER_LOADS = 3
+"""Maximum number of other checkpoints that are loaded with ``read_only`` after one that was removed meanwhile."""
 
 
 class CheckpointManager:
@@ -75,6 +81,9 @@ class CheckpointManager:
             chunks of earlier checkpoints. In object stores, only one process can write an archive. A run may have
             checkpoints of both formats.
         save_every: :meth:`step` saves each time it reaches a multiple of this number. Default: only before pre-emption.
+        read_only: only read the run, for example to evaluate it while another job trains. :meth:`restore` does not take
+            over the run, no signals are handled, and calls that write raise CheckpointError. Other arguments about
+            saves are ignored.
         signals: names of the signals that announce pre-emption (default: ``SIGTERM``). A signal on any rank leads to a
             save of the same step on all ranks. A second signal, more than a second after the first, ends its process at
             once. The previous handlers are called too, and :meth:`close` restores them. The manager must be created in
@@ -108,6 +117,7 @@ class CheckpointManager:
         keep: Keep | None = None,
         format: Format = "folder",
         save_every: int | None = None,
+        read_only: bool = False,
         signals: Sequence[str] = ("SIGTERM",),
         notice: Callable[[], bool] | None = None,
         grace: float = 25.0,
@@ -132,7 +142,10 @@ class CheckpointManager:
         self._init_from, self._init_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist=no_dist)
         on_event = self._options.on_event
-        self._coordinator = RunCoordinator(self._spec, keep, self._init_from, on_event, global_rank())
+        self._read_only = read_only
+        self._coordinator = RunCoordinator(
+            self._spec, keep, self._init_from, on_event, global_rank(), read_only=read_only
+        )
         self._saver = StepSaver(
             self._spec, self._options, self._ranks, self._coordinator, format=format, background=background
         )
@@ -147,7 +160,7 @@ class CheckpointManager:
         self._signal_watch: process_signals.Watch | None = None
         """The registration of this manager's signals, or None if it handles none."""
         self._preemption: Preemption | None = None
-        if signals or notice is not None:
+        if (signals or notice is not None) and not read_only:
             self._preemption = preemption = Preemption(
                 self._ranks, f"the run {self._spec.url}", self._options.timeout, grace, notice
             )
@@ -209,8 +222,8 @@ class CheckpointManager:
         CorruptCheckpointError lists them.
 
         This job takes over the run: another job that still uses the run can no longer save or delete there. If the
-        folder is not writable, the checkpoint is loaded with a warning. To read a checkpoint of a run that another job
-        uses, call :func:`latest` and :func:`load` instead.
+        folder is not writable, the checkpoint is loaded with a warning. With ``read_only``, the run is not taken over.
+        If its job then deletes the checkpoint during the load, the newest one is loaded instead, at most three times.
 
         If the run has no checkpoint and ``init_from`` was given, that checkpoint is loaded. The result is its step, or
         None if ``init_keys`` selected a part of it.
@@ -243,6 +256,8 @@ class CheckpointManager:
         objects.refuse_swapped_arguments(state, self._spec.url, "restore")
         references = sys.getrefcount(state)  # on its own line, because arguments of another call would be counted too
         unreferenced = objects.find_unreferenced_dicts(state, references)
+        if rewind:
+            self._refuse_if_read_only()
         if rewind and step is None:
             raise ValueError("rewind=True needs a step to return to: restore(state, step=..., rewind=True)")
         step = None if step is None else operator.index(step)
@@ -262,39 +277,45 @@ class CheckpointManager:
             allow_cast=allow_cast,
             unreferenced=unreferenced,
         )
-        restored_step, chosen = self._restore(state, request, step, rewind=rewind)
+        restored_step = self._restore(state, request, step, rewind=rewind)
         self._steps.restart(restored_step)
-        self._saver.restart(frozenset(chosen.damaged))
+        self._saver.restart()
         return restored_step
 
-    def _restore(
-        self, state: dict[str, Any], request: LoadRequest, step: int | None, *, rewind: bool
-    ) -> tuple[int | None, ChosenCheckpoint]:
+    def _restore(self, state: dict[str, Any], request: LoadRequest, step: int | None, *, rewind: bool) -> int | None:
         """Load the checkpoint that the coordinator chooses, or another one if that is damaged. Return its step."""
-        unreadable: frozenset[str] = frozenset()
+        is_damaged = False
+        removed: list[CheckpointError] = []
         while True:
-            chosen = self._choose(step, unreadable, request.options.timeout, rewind=rewind)
+            chosen = self._choose(step, request.options.timeout, rewind=rewind, is_damaged=is_damaged)
             if not chosen.name:
-                return self._restore_init_from(state, request, chosen), chosen
+                if removed:
+                    # Parts of it are in the state already.
+                    raise removed[-1]
+                return self._restore_init_from(state, request, chosen)
             spec = self._spec.child(chosen.name)
             try:
                 found = dataclasses.replace(request, spec=spec, step=chosen.step)
                 self._last_report = load_on_ranks(state, found, self._ranks)
-                return chosen.step, chosen
-            except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
+                return chosen.step
+            except (CorruptCheckpointError, *_GONE) as err:
                 if chosen.step is None or (step is not None and not chosen.has_alternative):
                     raise
-                # Folders that were found damaged are not read again.
-                unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
-                which = "the checkpoint before it" if step is None else "another one of this step"
-                warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
+                is_damaged = not (self._read_only and isinstance(err, _GONE))
+                if is_damaged:
+                    which = "the checkpoint before it" if step is None else "another one of this step"
+                    warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
+                elif len(removed) == _MAX_OTHER_LOADS:
+                    raise
+                else:
+                    removed.append(err)
+                    log.info("%s was removed during its restore, so the newest is restored: %s", spec.url, err)
 
-    def _choose(
-        self, step: int | None, unreadable: frozenset[str], timeout: float, *, rewind: bool
-    ) -> ChosenCheckpoint:
-        """Let the coordinator choose a checkpoint that is not in the folders ``unreadable``."""
+    def _choose(self, step: int | None, timeout: float, *, rewind: bool, is_damaged: bool) -> ChosenCheckpoint:
+        """Let the coordinator choose a checkpoint, and another one if the last one is damaged."""
         with open_rounds(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
-            choose = partial(self._coordinator.choose, step, unreadable, timeout, rounds.report_alive, rewind=rewind)
+            report = rounds.report_alive
+            choose = partial(self._coordinator.choose, step, timeout, report, rewind=rewind, is_damaged=is_damaged)
             return call_on_coordinator(rounds, "the checkpoint to restore", choose)
 
     def _restore_init_from(self, state: dict[str, Any], request: LoadRequest, chosen: ChosenCheckpoint) -> int | None:
@@ -357,6 +378,7 @@ class CheckpointManager:
 
     def _checked_step(self, step: int) -> int:
         self._refuse_other_process()
+        self._refuse_if_read_only()
         step = operator.index(step)
         if self._closed:
             raise ValueError(f"the manager of the run {self._spec.url} is closed: create another one")
@@ -441,6 +463,13 @@ class CheckpointManager:
                 "which this one was forked: create a manager in this process"
             )
 
+    def _refuse_if_read_only(self) -> None:
+        if self._read_only:
+            raise CheckpointError(
+                f"this manager of the run {self._spec.url} was created with read_only=True, so it does not save, pin "
+                "or remove: create a manager without read_only in the job that trains"
+            )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a CheckpointManager cannot be pickled: create one in each process that saves or restores")
 
@@ -481,7 +510,8 @@ class CheckpointManager:
         self._store_of(step).delete([pin_key(_PIN)])
 
     def _store_of(self, step: int) -> Store:
-        """Return the store of a step's checkpoint. The step in its name need not have leading zeros."""
+        """Return the store of a step's checkpoint, to pin it. The step in its name need not have leading zeros."""
+        self._refuse_if_read_only()
         step = operator.index(step)
         padded = self._spec.child(name_of(step, self._saver.suffix)).open()
         store = self._spec.open()

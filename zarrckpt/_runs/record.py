@@ -21,6 +21,7 @@ from zarrckpt._errors import (
     ObjectNotFoundError,
     RunTakenOverError,
     StorageError,
+    log,
     warn,
 )
 from zarrckpt._forks import ForkSafeLock
@@ -165,10 +166,12 @@ class Ownership:
         except StorageError as err:
             raise type(err)(
                 f"{err}. A manager writes to its run when it restores or saves. To read only: "
-                f"zarrckpt.load(state, zarrckpt.latest({self._store.url!r}))"
+                f"CheckpointManager({self._store.url!r}, read_only=True)"
             ) from err
         self._store.sync([RUN_KEY])
         self._record = own
+        if known is not None:
+            log.info("took over the run %s from the job on %s, begun %s", self._store.url, known.host, known.started)
 
     def forget_origin(self) -> None:
         """Record that the run's origin is no longer pinned. Two requests.
@@ -207,7 +210,8 @@ class Ownership:
                 what = f"was taken over by another job, on {found.host}, at {found.started}"
             raise RunTakenOverError(
                 f"the run {self._store.url} {what}. This job (on {self.record.host}, begun {self.record.started}) can "
-                "no longer save or delete there. Stop it, or stop the other job and start this one again"
+                "no longer save or delete there. Stop it, or stop the other job and start this one again. If the other "
+                "job only evaluates, use CheckpointManager(..., read_only=True) there"
             )
 
     def metadata(self) -> dict[str, Any]:

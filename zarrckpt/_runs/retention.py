@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from zarrckpt._commit.contents import UrlContents, read_contents
+from zarrckpt._commit.contents import read_contents
 from zarrckpt._commit.listings import list_below, store_below
 from zarrckpt._commit.pins import list_pins
 from zarrckpt._commit.removal import remove_all
@@ -26,7 +26,6 @@ from zarrckpt._errors import (
 )
 from zarrckpt._events import EventSender, OnEvent
 from zarrckpt._format.documents import NODE
-from zarrckpt._format.metadata import run_of
 from zarrckpt._jobs import run_jobs
 from zarrckpt._runs.folders import is_own, read_folder, step_of
 from zarrckpt._runs.keep import Keep
@@ -233,7 +232,11 @@ class Retention:
                 return
         with self.lock_known() as known:
             known.note_read(name)
-            if below is not None and below.root is not None and is_own(name, below.root, self._ownership.record.run_id):
+            if (
+                below is not None
+                and below.root is not None
+                and is_own(name, below.root, (), self._ownership.record.run_id)
+            ):
                 known.note_found(name, step, below.root.metadata)
             elif below is not None and below.root is None and below.damage is None:
                 known.note_begin(name, step)
@@ -250,7 +253,10 @@ class Retention:
         if was_pinned and list_pins(store):  # checked first, because it needs fewer requests than all contents
             return Deletion.PINNED
         found = read_contents(store, allow_damaged=True)
-        is_own_save = _belongs_to(found, self._ownership.record.run_id)
+        is_own_save = is_own(name, found.root, found.markers, self._ownership.record.run_id)
+        if found.root is None:
+            # A damaged checkpoint is not deleted. An interrupted removal is finished even if another process began it.
+            is_own_save = found.root_bytes is None and (found.removal or is_own_save)
         if found.root is not None and has_begun and is_own_save:
             # The save has committed but the answer was lost. Now the rules decide whether it is kept.
             with self.lock_known() as known:
@@ -281,17 +287,6 @@ class Retention:
         if key not in self._logged:
             self._logged.add(key)
             log.warning("the run %s: %s", self._spec.url, text)
-
-
-def _belongs_to(found: UrlContents, run_id: str) -> bool:
-    """Whether the run's saves have written the checkpoint or the leftovers at a url."""
-    if found.root is not None:
-        # The marker is checked too, because a copy of a checkpoint has the same root document.
-        saves = [marker for marker in found.markers if marker.save_id == found.root.save_id]
-        return run_of(found.root.metadata) == run_id and all(marker.run_id == run_id for marker in saves)
-    # An interrupted removal is finished even if another process began it. A claim without a marker counts as this
-    # run's, because no chunks were written for it.
-    return found.root_bytes is None and (found.removal or all(marker.run_id == run_id for marker in found.markers))
 
 
 def _error_text(error: Exception) -> str:

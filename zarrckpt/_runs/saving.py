@@ -65,8 +65,6 @@ class StepSaver:
         self.suffix = _suffix_of(format, spec, options, ranks)
         """The end of the names of checkpoints."""
         self._background = background
-        self.damaged: frozenset[str] = frozenset()
-        """The folders of damaged checkpoints. A save to one of them replaces it."""
         self._unreported: SaveFuture | None = None
         """The last save, until its end was awaited and its error raised or logged."""
         self._last: tuple[int, SaveFuture] | None = None
@@ -125,9 +123,9 @@ class StepSaver:
         self._unreported = None
         return future.result()
 
-    def restart(self, damaged: frozenset[str]) -> None:
+    def restart(self) -> None:
         """Continue after a restore. A step that is repeated then is saved again."""
-        self.damaged, self._last = damaged, None
+        self._last = None
 
     def _begin(self, given: StepState, preemption: Preemption | None = None) -> SaveFuture:
         """Begin a save. With ``preemption``, it fails when the grace period ends."""
@@ -161,8 +159,7 @@ class StepSaver:
             timeout = min(options.timeout, max(preemption.seconds_left(), MIN_TIMEOUT_SECONDS))
             options = dataclasses.replace(options, timeout=timeout)
             progress = partial(_refuse_late, preemption, given.step)
-        replaces_damaged = name in self.damaged
-        return SaveRequest(self._spec.child(name), replaces_damaged, metadata, options, progress, run)
+        return SaveRequest(self._spec.child(name), False, metadata, options, progress, run)
 
 
 def _suffix_of(format: Format, spec: StoreSpec, options: SaveOptions, ranks: Ranks) -> str:

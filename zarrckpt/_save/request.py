@@ -32,6 +32,9 @@ class Run(Protocol):
         It may be called more than once per save.
         """
 
+    def damaged_id(self) -> str:
+        """Return the id of a damaged checkpoint that the save replaces, or "". Called after :meth:`begin`. No I/O."""
+
     def base_name(self) -> str:
         """Return the folder of the run's newest checkpoint, or "". No request."""
 
@@ -123,7 +126,6 @@ class SaveRequest:
         may answer again when the save begins.
         """
         with suppress(StorageError):
-            if self.run is not None:
-                self.run.begin()
+            run_id, damaged_id = ("", "") if self.run is None else (self.run.begin(), self.run.damaged_id())
             if not self.overwrite:
-                attempts.refuse_committed(self.spec.open())
+                attempts.refuse_committed(self.spec.open(), run_id, damaged_id)

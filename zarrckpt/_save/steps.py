@@ -187,7 +187,7 @@ class RankSave:
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
-        run_id = ""
+        run_id = damaged_id = ""
         if self._store.is_archive and not self._store.is_local and layout.world_size > 1:
             raise StorageError(
                 f"{self._store.url} cannot be written by {layout.world_size} ranks: only one process can write an "
@@ -195,13 +195,17 @@ class RankSave:
             )
         if self.request.run is not None:
             self.request.run.wait_for_deletions()
-            run_id = self.request.run.begin()
+            run_id, damaged_id = self.request.run.begin(), self.request.run.damaged_id()
         self._layout = layout
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
         with in_thread(partial(self._read_base, layout), at_once=self._store.is_local) as base:
             archive = plan_archive(layout.tensors.values() if self._store.is_archive else ())
             attempt = self._attempt = attempts.begin(
-                self._store, marker, overwrite=self.request.overwrite, planned_bytes=archive.end
+                self._store,
+                marker,
+                overwrite=self.request.overwrite,
+                damaged_id=damaged_id,
+                planned_bytes=archive.end,
             )
             digested = self.request.digested
             ids = (attempt.save_id, attempt.tree, attempt.replaced_id)

@@ -393,8 +393,11 @@ class Store(abc.ABC):
         puts in progress start again.
         """
 
-    def remove_folder(self) -> None:  # noqa: B027 - only local files need it
-        """Remove the url's folder if it contains at most empty folders, and is neither a link nor a mount point."""
+    def remove_folder(self, folder: str = "") -> None:  # noqa: B027 - only local files need it
+        """Remove a folder ("" for that of the url) without objects. Its files of interrupted writes are removed, too.
+
+        Nothing is removed if it is a link or a mount point. Puts in progress start again.
+        """
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

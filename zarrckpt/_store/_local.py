@@ -220,14 +220,18 @@ class LocalStore(Store):
         self._call_on_each("deleting", sorted(paths), _remove_helpers)
         self._remove_folders(paths.union(*map(self._folders.above, paths)) - {self._root})
 
-    def remove_folder(self) -> None:
-        if os.path.islink(self._root) or os.path.ismount(self._root):
+    def remove_folder(self, folder: str = "") -> None:
+        path = self.path_of(folder) if folder else self._root
+        if os.path.islink(path) or os.path.ismount(path):
             return
         self._folders.forget()
-        for folder, _, _ in os.walk(self._root, topdown=False):
-            # It is not empty, or another user owns its parent. An empty folder does no harm.
-            with suppress(OSError):
-                os.rmdir(folder)
+        tree = [*os.walk(path, topdown=False)]
+        if all(files.is_helper_name(name) for _, _, names in tree for name in names):
+            for inner, _, _ in tree:
+                # Another user may own it or its parent. An empty folder does no harm.
+                with suppress(OSError):
+                    _remove_helpers(inner)
+                    os.rmdir(inner)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         todo = [check_key(prefix) if prefix else ""]

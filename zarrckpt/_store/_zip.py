@@ -464,6 +464,9 @@ class ZipStore(Store):
             self._parent.delete([key for key in found if not key.endswith(ROOT)])
         self._parent.sweep(map(self._beside, names))
 
+    def remove_folder(self, folder: str = "") -> None:
+        self._parent.remove_folder(self._beside(folder))
+
     def sync(self, keys: Iterable[str]) -> None:
         self._parent.sync(self._names(keys))
 

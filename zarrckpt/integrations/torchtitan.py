@@ -97,6 +97,7 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self._run = zarrckpt.CheckpointManager(
             self.folder,
             keep=zarrckpt.Keep(newest=config.keep_latest_k) if config.keep_latest_k else None,
+            read_only=self.load_only,
             signals=(),  # torchtitan's loop cannot be ended early.
             background=self.async_mode != AsyncMode.DISABLED,
         )
@@ -135,12 +136,8 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return bool(super()._load(step))
         states = self._states_to_load(model_only=_step_of(newest) == 0)
         try:
-            if self.load_only:
-                # restore() would take over the run from a job that is training in it.
-                zarrckpt.load(states, newest, keys=_top_keys(states))
-            else:
-                chosen = None if step == -1 else step
-                self._run.restore(states, step=chosen, rewind=self._rewind, keys=_top_keys(states))
+            chosen, rewind = None if step == -1 else step, self._rewind and not self.load_only
+            self._run.restore(states, step=chosen, rewind=rewind, keys=_top_keys(states))
         except zarrckpt.CheckpointNotFoundError:
             return bool(super()._load(step))
         self.states[MODEL].load_state_dict(states)
