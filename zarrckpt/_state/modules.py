@@ -188,14 +188,15 @@ def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor
                 if (memory := _memory(item)) in ids:
                     names.setdefault(memory, []).append(str(key))
             elif isinstance(item, Mapping | list) and not hasattr(item, "load_state_dict"):
-                for memory, inner in walk(item, (*keys, str(key))).items():
-                    names.setdefault(memory, []).extend(f"{key}.{name}" for name in inner)
+                for address, inner in walk(item, (*keys, str(key))).items():
+                    names.setdefault(address, []).extend(f"{key}.{name}" for name in inner)
         own: dict[int, list[str]] = {}
-        for memory, found_names in names.items():
-            if len(ids[memory]) == 1 and not _is_empty(memory):
-                own[ids[memory][0]] = found_names
-            elif _is_empty(memory) and len(ids[memory]) == len(found_names):
-                own.update(zip(ids[memory], ([name] for name in found_names), strict=True))
+        for address, same in names.items():
+            numbers = ids[address]
+            if _is_empty(address) and len(numbers) == len(same):
+                own.update(zip(numbers, ([name] for name in same), strict=True))
+            elif len(numbers) == 1 and not _is_empty(address):
+                own[numbers[0]] = same
         if isinstance(value, Mapping) and len(own) == sum(map(len, ids.values())):
             found.append(MatchedDict(keys, own))
         return names

@@ -69,7 +69,11 @@ class ExtraState:
         """Return the keys of the part of the state dict that an entry is in, or () for groups."""
         keys = path.keys[self._depth :]
         # A state that was flattened before the save has one key for a whole name.
-        if not keys or path.stem(self._depth) != self._prefix[:-1] or str(keys[0]).startswith(("state.", "param_groups")):
+        if (
+            not keys
+            or path.stem(self._depth) != self._prefix[:-1]
+            or str(keys[0]).startswith(("state.", "param_groups"))
+        ):
             return ()
         return keys[:1] if keys[0] != "state" else keys[:2] if len(keys) > 1 else ()
 

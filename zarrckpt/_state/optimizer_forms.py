@@ -108,11 +108,16 @@ def saved_order(
 
 
 def refuse_other_parameters(
-    prefix: str, named: Mapping[Name, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: RequestedEntries
+    prefix: str,
+    named: Mapping[Name, tuple[Any, torch.Tensor, Mapping[Any, Any]]],
+    saved: RequestedEntries,
+    *,
+    exact: bool,
 ) -> None:
     """Raise KeyMismatchError if saved state does not fit the parameter that is at the same position in the optimizer.
 
-    ``named`` has the name, the parameter and its state here, by name or number in the checkpoint.
+    ``named`` has the name, the parameter and its state here, by name or number in the checkpoint. If not ``exact``,
+    state of one dimension, or with a length of 1, fits too, as factored state has.
     """
     for own, (name, parameter, state) in named.items():
         stem = f"{prefix}state.{own}."
@@ -121,7 +126,15 @@ def refuse_other_parameters(
             value = state.get(fqn.removeprefix(stem), parameter)
             shapes = {tuple(parameter.shape), tuple(value.shape) if isinstance(value, torch.Tensor) else ()}
             # A single element can be a step or a factor of any parameter.
-            if form is not None and math.prod(form.shape) != 1 and form.shape not in shapes:
+            if form is None or math.prod(form.shape) == 1 or form.shape in shapes:
+                continue
+            same = len(form.shape) == parameter.ndim
+            factors = (
+                all(n in (1, m) for n, m in zip(form.shape, parameter.shape, strict=True))
+                if same
+                else len(form.shape) == 1
+            )
+            if exact or not factors:
                 raise KeyMismatchError(
                     f"{fqn!r} has shape {form.shape}, but the parameter of this optimizer at the same position, "
                     f"{name!r}, has shape {tuple(parameter.shape)}. Nothing was loaded. Pass the parameters to the "

@@ -57,15 +57,23 @@ def slots_of_step(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
 
     ``groups`` have options for the groups of the copy, whose parameters have few elements.
     """
+    # Some classes create state before the first step, so they need the state that the optimizer has.
+    created = _slots_of_step(optimizer, groups, fresh=True)
+    return _slots_of_step(optimizer, groups, fresh=False) if created is None else created
+
+
+def _slots_of_step(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, fresh: bool) -> set[Any] | None:
     try:
         copied = _copy(optimizer, _small)
+        if fresh:
+            copied.state.clear()
         for group, options in zip(copied.param_groups, groups, strict=True):
             known = group.keys() - {"params"}
             group.update({key: value for key, value in options.items() if key in known})
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         with kept_random_state():
-            type(copied).step(copied)  # type: ignore[call-arg]
+            type(copied).step(copied)
     except Exception:  # Of any class, for example because its step needs a closure.
         return None
     parameters = [parameter for group in copied.param_groups for parameter in group["params"]]

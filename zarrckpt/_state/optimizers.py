@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
-from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
 from zarrckpt._state.flatten import build
+from zarrckpt._state.fsdp1_optimizers import fsdp1_state, no_first_step, trainable, with_tp_shards
 from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
 from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.optimizer_extras import ExtraState
@@ -35,8 +34,7 @@ from zarrckpt._state.optimizer_forms import (
 from zarrckpt._state.optimizer_trial import blank_tensor, slots_of_step, try_load, unwrapped
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import is_wrapper
-from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
-
+from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _DECOUPLED = "decoupled_weight_decay"
 """The option that distinguishes AdamW from Adam. AdamW keeps its own value in a load."""
@@ -78,7 +76,7 @@ class _Parameters:
             own: (name, parameter, optimizer.state.get(parameter, {}))
             for own, (name, parameter) in zip(order, self, strict=True)
         }
-        refuse_other_parameters(prefix, named, saved)
+        refuse_other_parameters(prefix, named, saved, exact=self.are_named)
         self.names = dict(zip(self.by_number, order, strict=True))
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,15 +123,15 @@ def saved_state(prefix: str, optimizer: Optimizer, names: Names | None, fsdp1: n
     ``fsdp1`` is the module if FSDP1 shards it. Warns if parameters have only numbers.
     """
     if fsdp1 is not None:
-        state = _fsdp1_state(optimizer, fsdp1)
+        state = fsdp1_state(optimizer, fsdp1)
     else:
         parameters = _Parameters(optimizer, names)
         state = parameters.named(state_dict_of(optimizer))
         if parameters.by_number and not parameters.are_named:
             warn(
-                f"{prefix[:-1]!r}: the parameters of the {type(optimizer).__name__} are saved with numbers, because the "
-                "state has neither their module nor a dict of the same tensors (module.state_dict()). A load needs the "
-                "same parameters in the same order. Put the module into the state to save their names"
+                f"{prefix[:-1]!r}: the parameters of the {type(optimizer).__name__} are saved with numbers, because "
+                "the state has neither their module nor a dict of the same tensors (module.state_dict()). A load needs "
+                "the same parameters in the same order. Put the module into the state to save their names"
             )
     class_name = type(unwrapped(optimizer)).__name__
     groups = [{**group, "params": ParameterNames(group["params"], class_name)} for group in state["param_groups"]]
@@ -172,7 +170,7 @@ class OptimizerTarget:
                     "differently. Nothing was loaded. Load it into the module and the optimizer without FSDP1, save "
                     "both, and load the new checkpoint"
                 )
-            self.state_dict = _fsdp1_state(optimizer, fsdp1)
+            self.state_dict = fsdp1_state(optimizer, fsdp1)
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
             like: dict[str, Any] = get_model_state_dict(fsdp1)
@@ -261,7 +259,9 @@ class OptimizerTarget:
         options = groups_with_options(self.prefix, self._own_groups, groups, complete=self._all_groups_are_read)
         own = {str(name) for name in names}
         listed = {str(name) for group in groups.values() for name in group.get("params", ())}
-        state = {key: slots for key, slots in given.get("state", {}).items() if str(key) in own or str(key) not in listed}
+        state = {
+            key: slots for key, slots in given.get("state", {}).items() if str(key) in own or str(key) not in listed
+        }
         return {**given, "state": state, "param_groups": options}
 
     def _saved_name(self, saved: RequestedEntries) -> Callable[[list[str]], str]:
@@ -299,10 +299,10 @@ class OptimizerTarget:
         given: dict[str, Any] = {}
         hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
         try:
-            sharded = _as_fsdp1_takes_it(self._fsdp1, taken)
+            sharded = with_tp_shards(self._fsdp1, taken)
             # strict=False, because a parameter that never had a gradient has no state.
             options = StateDictOptions(strict=False)
-            with _no_first_step(self._optimizer), _trainable(self._optimizer):
+            with no_first_step(self._optimizer), trainable(self._optimizer):
                 set_optimizer_state_dict(self._fsdp1, self._optimizer, sharded, options=options)
         finally:
             hook.remove()
@@ -312,7 +312,7 @@ class OptimizerTarget:
     def current_state(self) -> dict[str, Any]:
         """Return the optimizer's current state dict under the names of :attr:`state_dict`. Collective for FSDP1."""
         if self._fsdp1 is not None:
-            return _fsdp1_state(self._optimizer, self._fsdp1)
+            return fsdp1_state(self._optimizer, self._fsdp1)
         return self._parameters.named(state_dict_of(self._optimizer))
 
     def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
@@ -413,65 +413,3 @@ def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
     cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
     one, other = (part.to_local() if is_dtensor(part) else part for part in (arrived, cast))  # type: ignore[attr-defined]
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of an optimizer of FSDP1. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    with _no_first_step(optimizer):
-        return dict(get_optimizer_state_dict(module, optimizer))
-
-
-@contextmanager
-def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
-    """Prevent torch's functions from making a step of an optimizer without state.
-
-    They make it if no parameter has a gradient, and drop the gradients afterwards.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    lone = None if any(p.grad is not None for p in parameters) or not parameters else parameters[0]
-    try:
-        if lone is not None:
-            lone.grad = torch.zeros_like(lone)
-        yield
-    finally:
-        if lone is not None:
-            lone.grad = None
-
-
-@contextmanager
-def _trainable(optimizer: Optimizer) -> Iterator[None]:
-    """Make all parameters trainable temporarily, because torch's function ignores state of frozen ones."""
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with this rank's TP shards instead of DTensors of FSDP1 over TP. Collective.
-
-    From DTensors, torch 2.13 would gather all dimensions of the mesh, and then select this rank's elements by their
-    numbers in the TP shard. These are silently the elements of other ranks.
-    """
-    if not any(map(is_over_tensor_parallelism, fsdp1_modules(module))):
-        return state_dict
-    from torch.distributed.tensor import Replicate
-
-    def tp_shard(value: Any) -> Any:
-        if not is_dtensor(value) or value.device_mesh.ndim < 2:
-            return value
-        placements = [*[Replicate()] * (value.device_mesh.ndim - 1), value.placements[-1]]
-        return value.redistribute(placements=placements).to_local()
-
-    # Sorted, because ranks have the names in different orders, and each tensor needs a collective.
-    state = {
-        name: {slot: tp_shard(value) for slot, value in sorted(slots.items())}
-        for name, slots in sorted(state_dict["state"].items())
-    }
-    return {**state_dict, "state": state}
