@@ -206,6 +206,11 @@ class OptimizerTarget:
         """
         own, other = unwrapped(self._optimizer), saved.optimizer_class(self.prefix)
         names = [name for group in self.groups for name in group]
+        if other == type(own).__name__ and not saved.left_out(self.prefix):
+            # As state of parameters, it is as in the checkpoint after the load.
+            for key in self.state_dict["state"].keys() - {*names}:
+                if not saved.holds(f"{self.prefix}state.{key}"):
+                    del self.state_dict["state"][key]
         extra = ExtraState(self.keys, self.state_dict, names, saved)
         if (other == type(own).__name__ and not extra) or not saved.below(f"{self.prefix}state"):
             return
