@@ -160,7 +160,7 @@ def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> di
     return names
 
 
-class MatchedDict(NamedTuple):
+class DictMatch(NamedTuple):
     """A dict of the state that has all parameters of an optimizer."""
 
     keys: tuple[str, ...]
@@ -169,7 +169,7 @@ class MatchedDict(NamedTuple):
     """The names of each parameter relative to the dict, by ``id``. Tied parameters have several."""
 
 
-def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> MatchedDict | None:
+def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> DictMatch | None:
     """Return the innermost dict of a state that has all parameters, for example a module's ``state_dict()``, or None.
 
     It has detached tensors, so tensors are compared by memory. If more dicts have all parameters, their names follow.
@@ -179,7 +179,7 @@ def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor
         ids.setdefault(_memory(parameter), []).append(id(parameter))
     if not ids or None in ids:
         return None
-    found: list[MatchedDict] = []
+    found: list[DictMatch] = []
 
     def walk(value: Mapping[Any, Any] | list[Any], keys: tuple[str, ...]) -> dict[object, list[str]]:
         names: dict[object, list[str]] = {}
@@ -198,14 +198,14 @@ def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor
             elif len(numbers) == 1 and not _is_empty(address):
                 own[numbers[0]] = same
         if isinstance(value, Mapping) and len(own) == sum(map(len, ids.values())):
-            found.append(MatchedDict(keys, own))
+            found.append(DictMatch(keys, own))
         return names
 
     walk(state, ())
     if not found:
         return None
     names = {number: [name for one in found for name in one.names[number]] for number in found[0].names}
-    return MatchedDict(found[0].keys, names)
+    return DictMatch(found[0].keys, names)
 
 
 def _is_empty(memory: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._state.flatten import OwnRank
-from zarrckpt._state.modules import MatchedDict, ModuleState, fsdp1_of, match_state_dict, parameter_names
+from zarrckpt._state.modules import DictMatch, ModuleState, fsdp1_of, match_state_dict, parameter_names
 from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
@@ -206,7 +206,7 @@ class _Converter:
             return next(target for target in self._loaded.optimizers if target.keys == keys).current_state()
         owner = _owner_of(optimizer, self._modules, self._state)
         fsdp1 = fsdp1_of(owner) if isinstance(owner, nn.Module) else None
-        names = None if owner is None else owner.names if isinstance(owner, MatchedDict) else {}
+        names = None if owner is None else owner.names if isinstance(owner, DictMatch) else {}
         if isinstance(owner, nn.Module) and fsdp1 is None:
             names = parameter_names(owner, (p for group in optimizer.param_groups for p in group["params"]))
         if self._saved is None:
@@ -317,9 +317,7 @@ def put_loaded(target: Any, loaded: Any) -> Any:
     return target
 
 
-def _owner_of(
-    optimizer: Optimizer, modules: list[nn.Module], state: Mapping[Any, Any]
-) -> nn.Module | MatchedDict | None:
+def _owner_of(optimizer: Optimizer, modules: list[nn.Module], state: Mapping[Any, Any]) -> nn.Module | DictMatch | None:
     """Return the module, or else the dict of tensors, in the state that has all parameters of an optimizer.
 
     Returns None if there is neither, and the state has no module.
@@ -380,7 +378,7 @@ def optimizers_and_modules(state: Any) -> list[tuple[KeyPattern, KeyPattern]]:
     keys_of = {id(value): keys for keys, value in found}
     pairs = [(keys, _owner_of(value, modules, state)) for keys, value in found if isinstance(value, Optimizer)]
     return [
-        (keys, owner.keys if isinstance(owner, MatchedDict) else keys_of[id(owner)])
+        (keys, owner.keys if isinstance(owner, DictMatch) else keys_of[id(owner)])
         for keys, owner in pairs
         if owner is not None
     ]

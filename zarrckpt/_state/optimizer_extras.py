@@ -6,7 +6,7 @@ A fresh optimizer has no such state, so a load makes the targets, if the class o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zarrckpt._state.group_options import Name
 from zarrckpt._state.optimizer_forms import saved_groups
 from zarrckpt._state.saved_entries import RequestedEntries, SavedTensor
 
-MAX_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 """Maximum bytes of the tensors of such state that a load makes."""
 
 
@@ -45,21 +45,21 @@ class ExtraState:
         for fqn in saved.below(self._prefix):
             path = saved.path(fqn)
             part = self._part_of(path)
-            if part and not (part[0] == "state" and str(part[1]) in own):
+            if part and not self._is_of(own, fqn):
                 found.setdefault(part, []).append((path, fqn))
         order: list[str] = []
         if any(part[0] == "state" or self._has_number(rows) for part, rows in found.items()):
             order = [str(name) for group in saved_groups(self._prefix, saved) for name in group]
         for part, rows in found.items():
             # Without a list of parameters, each key can be one.
-            is_parameter = part[0] == "state" and (not order or str(part[1]) in order)
+            is_parameter = part[0] == "state" and (not order or self._is_of({*order}, rows[0][1]))
             # Numbers can be those of parameters.
             is_misnumbered = self._has_number(rows) and order != [*map(str, names)]
             if not (is_parameter or is_misnumbered or all(self._has_target(fqn) for _, fqn in rows)):
                 self._rows[part] = rows
         forms = [saved.tensor(fqn) for rows in self._rows.values() for _, fqn in rows]
         sizes = (math.prod(form.shape) * form.dtype.itemsize for form in forms if form is not None)
-        if sum(sizes) > MAX_BYTES or saved.left_out(self._prefix):
+        if sum(sizes) > _MAX_BYTES or saved.left_out(self._prefix):
             self._rows = {}
 
     def __bool__(self) -> bool:
@@ -76,6 +76,12 @@ class ExtraState:
         ):
             return ()
         return keys[:1] if keys[0] != "state" else keys[:2] if len(keys) > 1 else ()
+
+    def _is_of(self, names: Collection[str], fqn: str) -> bool:
+        """Whether an entry is state of a parameter with one of these names."""
+        stem = f"{self._prefix}state."
+        # The path of a renamed entry can have several keys for a name.
+        return fqn.startswith(stem) and any(name in names for name in stems(fqn.removeprefix(stem)))
 
     def _has_number(self, rows: Sequence[tuple[StatePath, str]]) -> bool:
         return any(

@@ -11,7 +11,7 @@ that belongs to no parameter.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
-from zarrckpt._state.flatten import build
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._state.flatten import build, stems
 from zarrckpt._state.fsdp1_optimizers import fsdp1_state, no_first_step, trainable, with_tp_shards
 from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
 from zarrckpt._state.local_boxes import local_tensors
@@ -251,10 +252,12 @@ class OptimizerTarget:
         if saved.left_out(self.prefix):
             return None
         rows: list[tuple[Any, Any]] = []
+        own = {str(name) for name in names}
         try:
             for fqn in saved.below(self.prefix):
                 form = saved.tensor(fqn)
-                rows.append((saved.path(fqn), saved.value(fqn) if form is None else blank_tensor(*form)))
+                path = self._with_whole_name(saved.path(fqn), fqn, own)
+                rows.append((path, saved.value(fqn) if form is None else blank_tensor(*form)))
         except CheckpointError:  # The load itself raises it, or allows pickles.
             return None
         given = build(rows, len(self.keys))
@@ -262,12 +265,23 @@ class OptimizerTarget:
             return None
         groups = dict(enumerate(given["param_groups"]))
         options = groups_with_options(self.prefix, self._own_groups, groups, complete=self._all_groups_are_read)
-        own = {str(name) for name in names}
         listed = {str(name) for group in groups.values() for name in group.get("params", ())}
         state = {
             key: slots for key, slots in given.get("state", {}).items() if str(key) in own or str(key) not in listed
         }
         return {**given, "state": state, "param_groups": options}
+
+    def _with_whole_name(self, path: StatePath, fqn: str, names: Collection[str]) -> StatePath:
+        """Return the path of an entry with one key for its parameter's name. A renamed entry can have several."""
+        prefix, depth = f"{self.prefix}state.", len(self.keys) + 1
+        name = next((stem for stem in stems(fqn.removeprefix(prefix)) if stem in names), None)
+        if name is None or not fqn.startswith(prefix):
+            return path
+        end = next((end for end in range(depth, len(path)) if path.stem(end) == f"{prefix}{name}"), depth + 1)
+        if end == depth + 1:
+            return path
+        keys = (*path.keys[:depth], name, *path.keys[end:])
+        return StatePath(keys, (*path.containers[: depth + 1], *path.containers[end:]))
 
     def _saved_name(self, saved: RequestedEntries) -> Callable[[list[str]], str]:
         def choose(names: list[str]) -> str:

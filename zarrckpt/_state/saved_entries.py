@@ -67,7 +67,6 @@ class RequestedEntries:
         self._everything = everything
         self.allow_cast = allow_cast
         self.is_requested = is_requested
-        self.value = saved.value
 
     def wants(self, prefix: str) -> bool:
         """Whether the load requests an object whose entries begin with a prefix."""
@@ -98,6 +97,10 @@ class RequestedEntries:
     def is_value(self, fqn: str) -> bool:
         """Whether the checkpoint has a non-tensor entry with this name, requested or not."""
         return fqn in self._saved.entries and self._saved.entries[fqn] is None
+
+    def value(self, fqn: str) -> object:
+        """Read an entry that is not a tensor, requested or not. Renamed parameters in lists have new names."""
+        return self._saved.rename_parameters(fqn, self._saved.value(fqn))
 
     def tensor(self, fqn: str) -> SavedTensor | None:
         """Return the form of the tensor with this name, or None."""
