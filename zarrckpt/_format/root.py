@@ -129,6 +129,8 @@ class Root:
     """Containers by node path, except dicts."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     """Stacks by fqn, for entries that stack the tensors of several ranks along the first axis."""
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """The names of the classes of optimizers, by the fqn of the optimizer's state."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's metadata."""
 
@@ -220,6 +222,8 @@ class Root:
             "containers": dict(self.containers),
             "tables": {name: asdict(table) for name, table in tables.items() if table is not None},
         }
+        if self.optimizers:
+            members["optimizers"] = dict(self.optimizers)
         if self.reused is not None:
             members["reused"] = asdict(self.reused)
         if self.metadata:
@@ -290,6 +294,9 @@ def parse_root(data: bytes, where: str) -> Root:
     for path, kind in containers.items():
         if kind not in (LIST, ORDERED_DICT):
             raise members.fail(f"container {path!r:.200}", kind, f"{LIST!r} or {ORDERED_DICT!r}")
+    optimizers = members.mapping("optimizers") if "optimizers" in members.own else {}
+    if not all(isinstance(name, str) for name in optimizers.values()):
+        raise members.fail("optimizers", optimizers, "an object of strings")
     nodes = _consolidated(document, tree, where)
     parsed = _Entries(members, nodes)
     root = Root(
@@ -303,6 +310,7 @@ def parse_root(data: bytes, where: str) -> Root:
         keys={fqn: parsed.keys(fqn, keys) for fqn, keys in members.mapping("keys").items()},
         containers=containers,
         stacks=parsed.stacks,
+        optimizers=optimizers,
         metadata=parse_metadata(members.own.get("metadata", {}), where),
         reused=_reused(members),
         **_tables(members, nodes.values()),

@@ -105,13 +105,7 @@ def _close_names(object_match: ObjectMatch, names: list[str]) -> str:
     close = {}
     for optimizer in object_match.plain.optimizers:
         stem = f"{optimizer.prefix}state."
-        own = [name for name in names if name.startswith(stem)]
-        named = any(not name[len(stem) :].partition(".")[0].isdigit() for name in own)
-        if named and all(isinstance(name, int) for group in optimizer.groups for name in group):
-            return (
-                f"Without its module in the state, the parameters of {optimizer.prefix[:-1]!r} have only numbers, but "
-                "the checkpoint has names. To load it, put the module into the state, too\n"
-            )
+        own = (name for name in names if name.startswith(stem))
         close.update({name: similar for name in own if (similar := optimizer.close_names(name))})
     shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
     if shown:

@@ -305,4 +305,5 @@ def _saved_entries(catalog: Catalog) -> SavedEntries:
         fqn: SavedTensor(entry.grid.shape, torch_dtype(entry), entry.order) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
-    return SavedEntries(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_non_tensor)
+    paths = {fqn: root.state_path(fqn) for fqn in entries}
+    return SavedEntries(entries, paths, catalog.read_non_tensor, optimizers=root.optimizers)

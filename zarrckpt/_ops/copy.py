@@ -124,7 +124,10 @@ def select_entries(root: Root, names: Sequence[str]) -> Root:
     entries = {fqn: root.entries[fqn] for fqn in names}
     keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
     stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
-    part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks)
+    optimizers = {
+        fqn: name for fqn, name in root.optimizers.items() if any(one.startswith(f"{fqn}.") for one in entries)
+    }
+    part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks, optimizers=optimizers)
     paths = [part.node_path(fqn) for fqn in entries]
     above = parent_groups(paths)
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})

@@ -57,8 +57,8 @@ class ParameterGroup(NamedTuple):
     """The path of the entry ``params``."""
     members: bytes
     """A digest of the parameters' names or numbers; empty for a group without parameters."""
-    of_object: bool
-    """Whether the group is from an Optimizer, not from a state dict that the user passed."""
+    class_name: str
+    """The class of the Optimizer, or "" if the group is from a state dict that the user passed."""
     by_number: bool
     """Whether the parameters have numbers instead of names."""
 

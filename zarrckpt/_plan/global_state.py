@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -56,6 +56,8 @@ class GlobalState:
     saved."""
     hollow: frozenset[str] = frozenset()
     """fqns of empty dicts that are not saved, because other ranks have entries in them."""
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """The names of the classes of optimizers, by fqn. If ranks differ, the lowest rank's."""
 
     def replicas(self, rank: int) -> dict[bytes, list[ReplicaPart]]:
         """Return the parts of a rank that other ranks hold too, by their holders (positions as int64 bytes)."""
@@ -158,7 +160,10 @@ class _GlobalStateBuilder:
         tensors |= {name: holders for name, (_, holders) in stacks.items()}
         ordered = {name: tensors[name] for name in paths if name in tensors}
         values = {name: writers[name] for name in paths if name in writers}
-        return GlobalState(paths, ordered, values, compared, len(self._gathered.numbers), self._differing, hollow)
+        groups = [group for description in self._gathered.descriptions for group in description.groups]
+        optimizers = {group.optimizer: group.class_name for group in reversed(groups) if group.class_name}
+        world_size = len(self._gathered.numbers)
+        return GlobalState(paths, ordered, values, compared, world_size, self._differing, hollow, optimizers)
 
     def _read_descriptions(self) -> None:
         """Collect entries by name. Paths are in the order of the lowest rank's state, then those of other ranks."""

@@ -35,7 +35,7 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
         if len({*map(tuple, rows.values())}) == 1:
             continue
         # A load finds groups of an Optimizer by the names of their parameters, and other groups by position.
-        if not all(group.of_object and not group.by_number for groups in by_rank.values() for group in groups):
+        if not all(group.class_name and not group.by_number for groups in by_rank.values() for group in groups):
             _refuse(name, rows)
         numbers = _numbers_of_groups([*rows.values()])
         for rank, groups in by_rank.items():

@@ -40,6 +40,8 @@ class Layout:
     non_tensors: frozenset[str]
     """fqns of non-tensor entries. Each becomes a value or a blob when it is written."""
     world_size: int
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """The names of the classes of optimizers, by fqn."""
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
@@ -138,7 +140,8 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen, tensor.order)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
-        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.world_size)
+        values = frozenset(state.values)
+        layout = Layout(state.paths, node_paths, tensors, values, state.world_size, state.optimizers)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)

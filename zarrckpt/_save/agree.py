@@ -383,7 +383,7 @@ def _refuse_numbered_parameters(gathered: AllDescriptions, differing: Mapping[st
         group.optimizer
         for description in gathered.descriptions
         for group in description.groups
-        if group.by_number and (group.of_object or len(gathered.descriptions) > 1)
+        if group.by_number and (group.class_name or len(gathered.descriptions) > 1)
     }
     for name in sorted(by_number):
         own = {fqn: ranks for fqn, ranks in differing.items() if not name or fqn.startswith(f"{name}.")}

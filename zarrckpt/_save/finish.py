@@ -93,6 +93,7 @@ def finish_save(
             for fqn, path in layout.paths.items()
             if path.rank_at is not None and path.ranks
         },
+        optimizers=layout.optimizers,
         metadata=metadata,
     )
     rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)

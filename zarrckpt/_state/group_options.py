@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,11 @@ Name = str | int
 
 
 class ParameterNames(list[Name]):
-    """The names of the parameters of one group of an Optimizer, in the state to save."""
+    """The names of the parameters of one group of an Optimizer, in the state to save, and the optimizer's class."""
+
+    def __init__(self, names: Iterable[Name], class_name: str) -> None:
+        super().__init__(names)
+        self.class_name = class_name
 
 
 def groups_with_options(

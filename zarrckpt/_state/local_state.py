@@ -180,7 +180,8 @@ def _parameter_group(path: StatePath, members: list[Any]) -> ParameterGroup:
     shown = repr(sorted(members, key=str)).encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(shown, digest_size=8).digest() if members else b""
     by_number = any(isinstance(member, int) for member in members)
-    return ParameterGroup(path, digest, isinstance(members, ParameterNames), by_number)
+    class_name = members.class_name if isinstance(members, ParameterNames) else ""
+    return ParameterGroup(path, digest, class_name, by_number)
 
 
 def _kind_of(fqn: str, value: Any) -> EntryKind:

@@ -1,4 +1,4 @@
-"""A module's state dict under canonical names that do not depend on wrappers, and the names of its parameters.
+"""A module's state dict under canonical names that do not depend on wrappers, and the names of parameters.
 
 ``torch.compile``, activation checkpointing and DistributedDataParallel add a segment to each name. Canonical names omit
 it, so that a wrapped module can load the checkpoint of a plain one. Only FSDP1 needs torch's own functions for this.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import memory_fault, new_tensor
-from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
+from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1, is_sharded_tensor
 
 _EXTRA_STATE = "_extra_state"
 """The last segment of the key of the value that a module's ``get_extra_state`` returns."""
@@ -182,3 +182,75 @@ def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> di
             if name not in names[id(parameter)]:
                 names[id(parameter)].append(name)
     return names
+
+
+class DictMatch(NamedTuple):
+    """A dict of the state that has all parameters of an optimizer."""
+
+    keys: tuple[str, ...]
+    """The keys that lead to the dict."""
+    names: dict[int, list[str]]
+    """The names of each parameter relative to the dict, by ``id``. Tied parameters have several."""
+
+
+def match_state_dict(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> DictMatch | None:
+    """Return the innermost dict of a state that has all parameters, for example a module's ``state_dict()``, or None.
+
+    It has detached tensors, so tensors are compared by memory. If more dicts have all parameters, their names follow.
+    """
+    ids: dict[object, list[int]] = {}
+    for parameter in parameters:
+        ids.setdefault(_memory(parameter), []).append(id(parameter))
+    if not ids or None in ids:
+        return None
+    found: list[DictMatch] = []
+
+    def walk(value: Mapping[Any, Any] | list[Any], keys: tuple[str, ...]) -> dict[object, list[str]]:
+        names: dict[object, list[str]] = {}
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(item, torch.Tensor):
+                if (memory := _memory(item)) in ids:
+                    names.setdefault(memory, []).append(str(key))
+            elif isinstance(item, Mapping | list) and not hasattr(item, "load_state_dict"):
+                for address, inner in walk(item, (*keys, str(key))).items():
+                    names.setdefault(address, []).extend(f"{key}.{name}" for name in inner)
+        own: dict[int, list[str]] = {}
+        for address, same in names.items():
+            numbers = ids[address]
+            if _is_empty(address) and len(numbers) == len(same):
+                own.update(zip(numbers, ([name] for name in same), strict=True))
+            elif len(numbers) == 1 and not _is_empty(address):
+                own[numbers[0]] = same
+        if isinstance(value, Mapping) and len(own) == sum(map(len, ids.values())):
+            found.append(DictMatch(keys, own))
+        return names
+
+    walk(state, ())
+    if not found:
+        return None
+    names = {number: [name for one in found for name in one.names[number]] for number in found[0].names}
+    return DictMatch(found[0].keys, names)
+
+
+def _is_empty(memory: Any) -> bool:
+    return isinstance(memory, tuple) and memory[0] == 0
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return a key for the memory of a tensor, equal for the tensor and its detached copies, or None.
+
+    Meta tensors and tensors without elements have none. If only this rank's part of a DTensor has no elements, the key
+    has the form of the whole tensor: parameters with this form are matched in order.
+    """
+    if is_sharded_tensor(tensor) or tensor.is_meta or not tensor.numel():
+        return None
+    form = (tuple(tensor.shape), tensor.dtype)
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if not local.numel():
+        return 0, *form
+    try:
+        address = local.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # A wrapper around other tensors has no memory.
+        return None
+    return (address, local.device, local.storage_offset(), local.shape, local.stride(), *form) if address else None

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._state.flatten import OwnRank
-from zarrckpt._state.modules import ModuleState
+from zarrckpt._state.modules import DictMatch, ModuleState, fsdp1_of, match_state_dict, parameter_names
 from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
@@ -207,10 +207,14 @@ class _Converter:
     def _convert_optimizer(self, optimizer: Optimizer, keys: Keys) -> dict[str, Any]:
         if self._loaded is not None:
             return next(target for target in self._loaded.optimizers if target.keys == keys).current_state()
-        module = _module_of(optimizer, self._modules)
+        owner = _owner_of(optimizer, self._modules, self._state)
+        fsdp1 = fsdp1_of(owner) if isinstance(owner, nn.Module) else None
+        names = None if owner is None else owner.names if isinstance(owner, DictMatch) else {}
+        if isinstance(owner, nn.Module) and fsdp1 is None:
+            names = parameter_names(owner, (p for group in optimizer.param_groups for p in group["params"]))
         if self._saved is None:
-            return saved_state(optimizer, module)
-        target = OptimizerTarget(keys, optimizer, module, self._saved)
+            return saved_state(prefix_of(keys), optimizer, names, fsdp1)
+        target = OptimizerTarget(keys, optimizer, names, fsdp1, self._saved)
         self._plain.exact_prefixes.append(target.prefix)
         self._plain.closed_dicts.add(f"{target.prefix}state")
         self._plain.optimizers.append(target)
@@ -316,18 +320,23 @@ def put_loaded(target: Any, loaded: Any) -> Any:
     return target
 
 
-def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
-    """Return the module in the state that has all parameters of an optimizer, or None if the state has no module."""
-    if not modules:
-        return None
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _owner_of(optimizer: Optimizer, modules: list[nn.Module], state: Mapping[Any, Any]) -> nn.Module | DictMatch | None:
+    """Return the module, or else the dict of tensors, in the state that has all parameters of an optimizer.
+
+    Returns None if there is neither, and the state has no module.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = {*map(id, parameters)}
     for module in modules:
         if trained <= {id(p) for p in module.parameters()}:
             return module
-    raise UnsupportedValueError(
-        f"no module in the state has all {len(trained)} parameters of the {type(optimizer).__name__}, so they have no "
-        "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
-    )
+    matched = match_state_dict(state, parameters)
+    if matched is None and modules:
+        raise UnsupportedValueError(
+            f"no module in the state has all {len(trained)} parameters of the {type(optimizer).__name__}, so they have "
+            "no names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
+        )
+    return matched
 
 
 def _count_references(argument: object) -> int:
@@ -352,9 +361,9 @@ def find_unreferenced_dicts(state: Any, references: int) -> frozenset[str]:
 
 
 def optimizers_and_modules(state: Any) -> list[tuple[KeyPattern, KeyPattern]]:
-    """Return the position of each optimizer of a state, and that of the module that it trains.
+    """Return the position of each optimizer of a state, and that of the module, or dict of tensors, that it trains.
 
-    Optimizers are left out if the state has no module.
+    Optimizers are left out if the state has neither.
     """
     found: list[tuple[KeyPattern, Any]] = []
 
@@ -370,8 +379,12 @@ def optimizers_and_modules(state: Any) -> list[tuple[KeyPattern, KeyPattern]]:
     walk(state, ())
     modules = [value for _, value in found if isinstance(value, nn.Module)]
     keys_of = {id(value): keys for keys, value in found}
-    pairs = [(keys, _module_of(value, modules)) for keys, value in found if isinstance(value, Optimizer)]
-    return [(keys, keys_of[id(module)]) for keys, module in pairs if module is not None]
+    pairs = [(keys, _owner_of(value, modules, state)) for keys, value in found if isinstance(value, Optimizer)]
+    return [
+        (keys, owner.keys if isinstance(owner, DictMatch) else keys_of[id(owner)])
+        for keys, owner in pairs
+        if owner is not None
+    ]
 
 
 def refuse_swapped_arguments(state: Any, url: Any, call: str) -> None:

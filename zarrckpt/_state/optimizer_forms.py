@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._state.group_options import Name
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.torch_kinds import is_zero_optimizer
 
@@ -38,7 +39,8 @@ def state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
     # ZeroRedundancyOptimizer's own method returns the state of all ranks, which one rank must have gathered before.
     packed = Optimizer.state_dict(optimizer)
     numbers = _parameter_numbers(optimizer, packed)
-    return {**packed, "state": {numbers[id(parameter)]: slots for parameter, slots in part.state.items()}}
+    # A key that is no parameter is kept.
+    return {**packed, "state": {numbers.get(id(key), key): slots for key, slots in part.state.items()}}
 
 
 def held_here(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
@@ -65,52 +67,79 @@ def _parameter_numbers(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[
     return {id(parameter): number for number, parameter in zip(numbers, own, strict=True)}
 
 
-def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: RequestedEntries) -> list[int] | None:
-    """Return the numbers of an optimizer's parameters in the checkpoint, in order, or None if it has names instead.
+def saved_groups(prefix: str, saved: RequestedEntries) -> list[list[Name]]:
+    """Return the names or numbers of the parameters in each group of an optimizer in the checkpoint."""
+    names = (f"{prefix}param_groups.{index}.params" for index in itertools.count())
+    groups = [saved.value(name) for name in itertools.takewhile(saved.is_value, names)]
+    return [group for group in groups if isinstance(group, list)]
 
+
+def saved_order(
+    prefix: str, depth: int, optimizer: Optimizer, saved: RequestedEntries, *, named: bool
+) -> list[Name] | None:
+    """Return the names or numbers of an optimizer's parameters in the checkpoint, if parameters are matched in order.
+
+    They are if only the checkpoint or only the optimizer here (without its module, not ``named``) has names.
     ``optimizer.state_dict()`` has numbers, for example in an imported ``torch.save`` file. As in torch, parameters are
     in the order of the groups. ``depth`` is the number of keys before the optimizer's own. Raises KeyMismatchError if
     the groups have different sizes.
     """
     keys = saved.keys_below(f"{prefix}state.", depth + 1)
     # Return before the groups are read, because lists of parameter names are long.
-    if keys and not any(str(key).isdecimal() for key in keys):
+    if named and keys and not any(str(key).isdecimal() for key in keys):
         return None
-    names = (f"{prefix}param_groups.{index}.params" for index in itertools.count())
-    groups: list[Any] = [saved.value(name) for name in itertools.takewhile(saved.is_value, names)]
-    numbers = [number for group in groups if isinstance(group, list) for number in group]
-    if not numbers or not all(isinstance(number, int) for number in numbers):
+    groups = saved_groups(prefix, saved)
+    names = [name for group in groups for name in group]
+    numbered = all(isinstance(name, int) for name in names)
+    if not names or (named and not numbered):
         return None
     sizes, own = ([len(group) for group in found] for found in (groups, _parameters_of(optimizer)))
+    if sizes != own and not named and numbered:
+        return None
     if sizes != own:
         raise KeyMismatchError(
-            f"{prefix[:-1]!r} has numbered parameters in the checkpoint, in groups of {sizes} parameters, but the "
-            f"{type(optimizer).__name__} has groups of {own}. Nothing was loaded. Build the optimizer with the same "
-            "groups in the same order as when it was saved, or load the other entries only (keys=)"
+            f"{prefix[:-1]!r} has {'numbered' if numbered else 'named'} parameters in the checkpoint, in groups of "
+            f"{sizes} parameters, but the {type(optimizer).__name__} has groups of {own}"
+            f"{'' if named else ', and without its module in the state its parameters have no names'}. Nothing was "
+            "loaded. Build the optimizer with the same groups in the same order as when it was saved"
+            f"{'' if numbered else ', put the module into the state'}, or load the other entries only (keys=)"
         )
-    return numbers
+    return names
 
 
 def refuse_other_parameters(
-    prefix: str, named: Mapping[int, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: RequestedEntries
+    prefix: str,
+    named: Mapping[Name, tuple[Any, torch.Tensor, Mapping[Any, Any]]],
+    saved: RequestedEntries,
+    *,
+    exact: bool,
 ) -> None:
-    """Raise KeyMismatchError if the state of a number does not fit the parameter with this number in the optimizer.
+    """Raise KeyMismatchError if saved state does not fit the parameter that is at the same position in the optimizer.
 
-    ``named`` has the name, the parameter and its state here, by number in the checkpoint.
+    ``named`` has the name, the parameter and its state here, by name or number in the checkpoint. If not ``exact``,
+    state of one dimension, or with a length of 1, fits too, as factored state has.
     """
-    for number, (name, parameter, state) in named.items():
-        stem = f"{prefix}state.{number}."
+    for own, (name, parameter, state) in named.items():
+        stem = f"{prefix}state.{own}."
         for fqn in saved.below(stem):
             form = saved.tensor(fqn)
-            own = state.get(fqn.removeprefix(stem), parameter)
-            shapes = {tuple(parameter.shape), tuple(own.shape) if isinstance(own, torch.Tensor) else ()}
+            value = state.get(fqn.removeprefix(stem), parameter)
+            shapes = {tuple(parameter.shape), tuple(value.shape) if isinstance(value, torch.Tensor) else ()}
             # A single element can be a step or a factor of any parameter.
-            if form is not None and math.prod(form.shape) != 1 and form.shape not in shapes:
+            if form is None or math.prod(form.shape) == 1 or form.shape in shapes:
+                continue
+            same = len(form.shape) == parameter.ndim
+            factors = (
+                all(n in (1, m) for n, m in zip(form.shape, parameter.shape, strict=True))
+                if same
+                else len(form.shape) == 1
+            )
+            if exact or not factors:
                 raise KeyMismatchError(
-                    f"{fqn!r} has shape {form.shape}, but parameter number {number} of this optimizer, {name!r}, has "
-                    f"shape {tuple(parameter.shape)}. Nothing was loaded. Pass the parameters to the optimizer in the "
-                    "order in which they were saved. If the optimizer keeps state with another shape than its "
-                    "parameter, make one step before the load"
+                    f"{fqn!r} has shape {form.shape}, but the parameter of this optimizer at the same position, "
+                    f"{name!r}, has shape {tuple(parameter.shape)}. Nothing was loaded. Pass the parameters to the "
+                    "optimizer in the order in which they were saved. If the optimizer keeps state with another shape "
+                    "than its parameter, make one step before the load"
                 )
 
 

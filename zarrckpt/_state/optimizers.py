@@ -3,13 +3,15 @@
 ``torch.distributed.checkpoint.state_dict`` names parameters by their paths in a module, and silently omits state that
 it does not find by these names. Here, a parameter has the name of the same tensor in the module's state dict, and the
 loaded entries are counted at the end. FSDP1 has flat parameters and needs torch's own functions.
+
+A load is tried on a copy first if the class of the optimizer may refuse the state: state of another class, and state
+that belongs to no parameter.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,24 +19,42 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from zarrckpt._errors import KeyMismatchError
-from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
+from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._state.flatten import build, stems
+from zarrckpt._state.fsdp1_optimizers import fsdp1_state, no_first_step, trainable, with_tp_shards
 from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
 from zarrckpt._state.local_boxes import local_tensors
-from zarrckpt._state.modules import fsdp1_of, parameter_names
-from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
+from zarrckpt._state.optimizer_extras import ExtraState
+from zarrckpt._state.optimizer_forms import (
+    held_here,
+    refuse_other_parameters,
+    saved_order,
+    state_dict_of,
+)
+from zarrckpt._state.optimizer_trial import blank_tensor, slots_of_step, try_load, unwrapped
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import is_wrapper, new_tensor_like
-from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
+from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
+
+_DECOUPLED = "decoupled_weight_decay"
+"""The option that distinguishes AdamW from Adam. AdamW keeps its own value in a load."""
+
+Names = Mapping[int, list[str]]
+"""The names of parameters by ``id``. Tied parameters have several."""
 
 
 class _Parameters:
-    """An optimizer's parameters by their numbers in its state dict, with their names."""
+    """An optimizer's parameters by their numbers in its state dict, with their names.
+
+    ``names`` is None if the state has neither the module nor its state dict. Parameters then have the names that the
+    optimizer was created with, or numbers.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        module: nn.Module | None,
+        names: Names | None,
         choose: Callable[[list[str]], str] = lambda names: names[0],
     ) -> None:
         packed = state_dict_of(optimizer)["param_groups"]
@@ -42,21 +62,23 @@ class _Parameters:
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.by_number: dict[int, torch.Tensor] = dict(zip(numbers, own, strict=True))
         self.names: dict[int, Name] = {number: number for number in self.by_number}
-        if module is not None:
-            names = parameter_names(module, own)
+        if names is None:
+            names = _given_names(optimizer)
+        self.are_named = names is not None
+        if names is not None:
             self.names = {number: choose(names[id(parameter)]) for number, parameter in self.by_number.items()}
 
     def __iter__(self) -> Iterator[tuple[Name, torch.Tensor]]:
         return ((self.names[number], parameter) for number, parameter in self.by_number.items())
 
-    def take_numbers(self, numbers: list[int], prefix: str, optimizer: Optimizer, saved: RequestedEntries) -> None:
-        """Use numbers of the checkpoint as names. Raises KeyMismatchError if they belong to other parameters."""
+    def take_order(self, order: list[Name], prefix: str, optimizer: Optimizer, saved: RequestedEntries) -> None:
+        """Use names or numbers of the checkpoint in order. Raises KeyMismatchError if shapes of parameters differ."""
         named = {
-            number: (name, parameter, optimizer.state.get(parameter, {}))
-            for number, (name, parameter) in zip(numbers, self, strict=True)
+            own: (name, parameter, optimizer.state.get(parameter, {}))
+            for own, (name, parameter) in zip(order, self, strict=True)
         }
-        refuse_other_parameters(prefix, named, saved)
-        self.names = dict(zip(self.by_number, numbers, strict=True))
+        refuse_other_parameters(prefix, named, saved, exact=self.are_named)
+        self.names = dict(zip(self.by_number, order, strict=True))
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of the optimizer with names instead of numbers."""
@@ -69,27 +91,51 @@ class _Parameters:
 
 def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a state dict with other names of parameters. State that belongs to no parameter keeps its key."""
+    filled = {key: slots for key, slots in state_dict["state"].items() if not (isinstance(slots, dict) and not slots)}
+    state = {names.get(key, key): slots for key, slots in filled.items()}
+    if len(state) != len(filled):
+        both = sorted({*names.values()} & (filled.keys() - names.keys()), key=str)
+        raise UnsupportedValueError(
+            f"an optimizer has state under the keys {both[:5]}, which belong to no parameter but are names of "
+            "parameters. Rename the keys, or pass optimizer.state_dict() instead"
+        )
     return {
         **state_dict,
-        "state": {
-            names.get(key, key): slots
-            for key, slots in state_dict["state"].items()
-            if not (isinstance(slots, dict) and not slots)
-        },
+        "state": state,
         "param_groups": [
             {**group, "params": [names[key] for key in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
 
 
-def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
-    """Return the state dict to save. Makes no optimizer step: an optimizer without state is saved without state."""
-    fsdp1 = None if module is None else fsdp1_of(module)
+def _given_names(optimizer: Optimizer) -> Names | None:
+    """Return the names that an optimizer was created with (``named_parameters()``), or None."""
+    groups = optimizer.param_groups
+    given = [name for group in groups for name in group.get("param_names", ())]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if len(given) != len(parameters) or len({*given}) != len(given):
+        return None
+    return {id(parameter): [name] for parameter, name in zip(parameters, given, strict=True)}
+
+
+def saved_state(prefix: str, optimizer: Optimizer, names: Names | None, fsdp1: nn.Module | None) -> dict[str, Any]:
+    """Return the state dict to save. Makes no optimizer step: an optimizer without state is saved without state.
+
+    ``fsdp1`` is the module if FSDP1 shards it. Warns if parameters have only numbers.
+    """
     if fsdp1 is not None:
-        state = _fsdp1_state(optimizer, fsdp1)
+        state = fsdp1_state(optimizer, fsdp1)
     else:
-        state = _Parameters(optimizer, module).named(state_dict_of(optimizer))
-    groups = [{**group, "params": ParameterNames(group["params"])} for group in state["param_groups"]]
+        parameters = _Parameters(optimizer, names)
+        state = parameters.named(state_dict_of(optimizer))
+        if parameters.by_number and not parameters.are_named:
+            warn(
+                f"{prefix[:-1]!r}: the parameters of the {type(optimizer).__name__} are saved with numbers, because "
+                "the state has neither their module nor a dict of the same tensors (module.state_dict()). A load needs "
+                "the same parameters in the same order. Put the module into the state to save their names"
+            )
+    class_name = type(unwrapped(optimizer)).__name__
+    groups = [{**group, "params": ParameterNames(group["params"], class_name)} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 
@@ -103,31 +149,38 @@ class OptimizerTarget:
     state_dict: dict[str, Any]
     """The targets by name. None accepts any entry of the checkpoint."""
 
-    def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: RequestedEntries):
+    def __init__(
+        self,
+        keys: tuple[Any, ...],
+        optimizer: Optimizer,
+        names: Names | None,
+        fsdp1: nn.Module | None,
+        saved: RequestedEntries,
+    ) -> None:
         self.keys = keys
         self.prefix = "".join(f"{key}." for key in keys)
         self.given_groups: list[dict[str, Any]] = []
         """The parameter groups that :meth:`restore` passed to the optimizer."""
         self._optimizer = optimizer
         self._allow_cast = saved.allow_cast
-        self._fsdp1 = None if module is None else fsdp1_of(module)
-        numbers = None if module is None else saved_numbers(self.prefix, len(keys), optimizer, saved)
-        if self._fsdp1 is not None:
-            if numbers is not None:
+        self._fsdp1 = fsdp1
+        if fsdp1 is not None:
+            if saved_order(self.prefix, len(keys), optimizer, saved, named=True) is not None:
                 raise KeyMismatchError(
                     f"{self.prefix[:-1]!r} has numbered parameters in the checkpoint, but FSDP1 numbers them "
                     "differently. Nothing was loaded. Load it into the module and the optimizer without FSDP1, save "
                     "both, and load the new checkpoint"
                 )
-            self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
+            self.state_dict = fsdp1_state(optimizer, fsdp1)
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-            like: dict[str, Any] = get_model_state_dict(self._fsdp1)
+            like: dict[str, Any] = get_model_state_dict(fsdp1)
             parameters = {name: like[name] for group in self.state_dict["param_groups"] for name in group["params"]}
         else:
-            self._parameters = _Parameters(optimizer, module, self._saved_name(saved))
-            if numbers is not None:
-                self._parameters.take_numbers(numbers, self.prefix, optimizer, saved)
+            own = self._parameters = _Parameters(optimizer, names, self._saved_name(saved))
+            order = saved_order(self.prefix, len(keys), optimizer, saved, named=own.are_named)
+            if order is not None or not own.are_named:
+                own.take_order(order or [*own.by_number], self.prefix, optimizer, saved)
             self.state_dict = self._parameters.named(state_dict_of(optimizer))
             parameters = held_here(optimizer, dict(self._parameters))
         state = self.state_dict["state"]
@@ -144,6 +197,91 @@ class OptimizerTarget:
             int(number): dict.fromkeys(saved.keys_below(f"{prefix}{number}.", depth + 1)) for number in numbers
         }
         self._all_groups_are_read = not saved.left_out(prefix)
+        self._match_class(saved, {slot for name in parameters for slot in state.get(name, ())})
+
+    def _match_class(self, saved: RequestedEntries, slots: set[Any]) -> None:
+        """Add targets for saved state that belongs to no parameter, if the class of the optimizer takes it.
+
+        ``slots`` are the keys of the state of its parameters. Raises KeyMismatchError if another class saved the state,
+        and this class creates other state or cannot load it.
+        """
+        own, other = unwrapped(self._optimizer), saved.optimizer_class(self.prefix)
+        names = [name for group in self.groups for name in group]
+        if other == type(own).__name__ and not saved.left_out(self.prefix):
+            # As state of parameters, it is as in the checkpoint after the load.
+            for key in self.state_dict["state"].keys() - {*names}:
+                if not saved.holds(f"{self.prefix}state.{key}"):
+                    del self.state_dict["state"][key]
+        extra = ExtraState(self.keys, self.state_dict, names, saved)
+        if (other == type(own).__name__ and not extra) or not saved.below(f"{self.prefix}state"):
+            return
+        given = self._blank_state(saved, {*names})
+        if given is None:
+            return
+        is_subclass = other in {"", *(kind.__name__ for kind in type(own).__mro__)}
+        if not is_subclass:
+            created = slots_of_step(own, given["param_groups"])
+            if created is None or not created <= slots or bool(created) != bool(slots):
+                raise self._other_class(other, "whose state differs")
+            warn(
+                f"{self.prefix[:-1]!r} was saved by {other} and is loaded into {type(own).__name__}, whose state has "
+                "the same keys"
+            )
+        if self._fsdp1 is not None:
+            return
+        after, err = try_load(self._optimizer, self._parameters.numbered(given))
+        if isinstance(err, KeyError) and not extra:
+            raise self._other_class(other, f"whose load_state_dict() raises KeyError: {err}") from err
+        if extra and extra.is_in(after):
+            device = next((parameter.device for _, parameter in self._parameters), torch.device("cpu"))
+            extra.add_targets(self.state_dict, device)
+
+    def _other_class(self, other: str, difference: str) -> KeyMismatchError:
+        saved_by = f"saved by {other}" if other else "saved by an optimizer of another class or version"
+        return KeyMismatchError(
+            f"{self.prefix[:-1]!r} was {saved_by}, but is loaded into {type(unwrapped(self._optimizer)).__name__}, "
+            f"{difference}. Nothing was loaded. Leave it out (keys=), give its state the expected names (rename=), or "
+            "use the optimizer that saved it"
+        )
+
+    def _blank_state(self, saved: RequestedEntries, names: set[Name]) -> dict[str, Any] | None:
+        """Return the state dict that the optimizer will be given, with zeros for tensors, or None if it is not known.
+
+        It is not known if a part of it is not requested, or if it was flattened before the save.
+        """
+        if saved.left_out(self.prefix):
+            return None
+        rows: list[tuple[Any, Any]] = []
+        own = {str(name) for name in names}
+        try:
+            for fqn in saved.below(self.prefix):
+                form = saved.tensor(fqn)
+                path = self._with_whole_name(saved.path(fqn), fqn, own)
+                rows.append((path, saved.value(fqn) if form is None else blank_tensor(form.shape, form.dtype)))
+        except CheckpointError:  # The load itself raises it, or allows pickles.
+            return None
+        given = build(rows, len(self.keys))
+        if not isinstance(given, dict) or not isinstance(given.get("param_groups"), list):
+            return None
+        groups = dict(enumerate(given["param_groups"]))
+        options = groups_with_options(self.prefix, self._own_groups, groups, complete=self._all_groups_are_read)
+        listed = {str(name) for group in groups.values() for name in group.get("params", ())}
+        state = {
+            key: slots for key, slots in given.get("state", {}).items() if str(key) in own or str(key) not in listed
+        }
+        return {**given, "state": state, "param_groups": options}
+
+    def _with_whole_name(self, path: StatePath, fqn: str, names: Collection[str]) -> StatePath:
+        """Return the path of an entry with one key for its parameter's name. A renamed entry can have several."""
+        prefix, depth = f"{self.prefix}state.", len(self.keys) + 1
+        name = next((stem for stem in stems(fqn.removeprefix(prefix)) if stem in names), None)
+        if name is None or not fqn.startswith(prefix):
+            return path
+        end = next((end for end in range(depth, len(path)) if path.stem(end) == f"{prefix}{name}"), depth + 1)
+        if end == depth + 1:
+            return path
+        keys = (*path.keys[:depth], name, *path.keys[end:])
+        return StatePath(keys, (*path.containers[: depth + 1], *path.containers[end:]))
 
     def _saved_name(self, saved: RequestedEntries) -> Callable[[list[str]], str]:
         def choose(names: list[str]) -> str:
@@ -159,6 +297,17 @@ class OptimizerTarget:
         taken = {**loaded, "param_groups": groups}
         # Copies, because the optimizer keeps and changes the groups that it gets.
         self.given_groups = [dict(group) for group in groups]
+        self._load(taken)
+        for given, group in zip(self.given_groups, self._optimizer.param_groups, strict=True):
+            if given.get(_DECOUPLED, group.get(_DECOUPLED)) != group.get(_DECOUPLED):
+                given[_DECOUPLED] = group[_DECOUPLED]
+                if given.get("weight_decay"):
+                    warn(
+                        f"{self.prefix[:-1]!r}: {type(self._optimizer).__name__} keeps {_DECOUPLED}="
+                        f"{group[_DECOUPLED]}, but the checkpoint has {not group[_DECOUPLED]}"
+                    )
+
+    def _load(self, taken: dict[str, Any]) -> None:
         if self._fsdp1 is None:
             self._optimizer.load_state_dict(self._parameters.numbered(taken))
             self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
@@ -169,10 +318,10 @@ class OptimizerTarget:
         given: dict[str, Any] = {}
         hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
         try:
-            sharded = _as_fsdp1_takes_it(self._fsdp1, taken)
+            sharded = with_tp_shards(self._fsdp1, taken)
             # strict=False, because a parameter that never had a gradient has no state.
             options = StateDictOptions(strict=False)
-            with _no_first_step(self._optimizer), _trainable(self._optimizer):
+            with no_first_step(self._optimizer), trainable(self._optimizer):
                 set_optimizer_state_dict(self._fsdp1, self._optimizer, sharded, options=options)
         finally:
             hook.remove()
@@ -182,7 +331,7 @@ class OptimizerTarget:
     def current_state(self) -> dict[str, Any]:
         """Return the optimizer's current state dict under the names of :attr:`state_dict`. Collective for FSDP1."""
         if self._fsdp1 is not None:
-            return _fsdp1_state(self._optimizer, self._fsdp1)
+            return fsdp1_state(self._optimizer, self._fsdp1)
         return self._parameters.named(state_dict_of(self._optimizer))
 
     def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
@@ -287,65 +436,3 @@ def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
     cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
     one, other = (part.to_local() if is_dtensor(part) else part for part in (arrived, cast))  # type: ignore[attr-defined]
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of an optimizer of FSDP1. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    with _no_first_step(optimizer):
-        return dict(get_optimizer_state_dict(module, optimizer))
-
-
-@contextmanager
-def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
-    """Prevent torch's functions from making a step of an optimizer without state.
-
-    They make it if no parameter has a gradient, and drop the gradients afterwards.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    lone = None if any(p.grad is not None for p in parameters) or not parameters else parameters[0]
-    try:
-        if lone is not None:
-            lone.grad = torch.zeros_like(lone)
-        yield
-    finally:
-        if lone is not None:
-            lone.grad = None
-
-
-@contextmanager
-def _trainable(optimizer: Optimizer) -> Iterator[None]:
-    """Make all parameters trainable temporarily, because torch's function ignores state of frozen ones."""
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with this rank's TP shards instead of DTensors of FSDP1 over TP. Collective.
-
-    From DTensors, torch 2.13 would gather all dimensions of the mesh, and then select this rank's elements by their
-    numbers in the TP shard. These are silently the elements of other ranks.
-    """
-    if not any(map(is_over_tensor_parallelism, fsdp1_modules(module))):
-        return state_dict
-    from torch.distributed.tensor import Replicate
-
-    def tp_shard(value: Any) -> Any:
-        if not is_dtensor(value) or value.device_mesh.ndim < 2:
-            return value
-        placements = [*[Replicate()] * (value.device_mesh.ndim - 1), value.placements[-1]]
-        return value.redistribute(placements=placements).to_local()
-
-    # Sorted, because ranks have the names in different orders, and each tensor needs a collective.
-    state = {
-        name: {slot: tp_shard(value) for slot, value in sorted(slots.items())}
-        for name, slots in sorted(state_dict["state"].items())
-    }
-    return {**state_dict, "state": state}

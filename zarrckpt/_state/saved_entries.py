@@ -37,6 +37,9 @@ class SavedEntries:
     parameters: Mapping[KeyPattern, Mapping[str, str]] = field(default_factory=dict)
     """The new names of each optimizer's renamed parameters by old name, by the keys of the optimizer in the state."""
 
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """The names of the classes of optimizers, by their fqns in the checkpoint."""
+
     def stored_name(self, name: str) -> str:
         """Return the name in the checkpoint of an entry."""
         return self.stored.get(name, name)
@@ -66,7 +69,6 @@ class RequestedEntries:
         self._everything = everything
         self.allow_cast = allow_cast
         self.is_requested = is_requested
-        self.value = saved.value
 
     def wants(self, prefix: str) -> bool:
         """Whether the load requests an object whose entries begin with a prefix."""
@@ -98,9 +100,23 @@ class RequestedEntries:
         """Whether the checkpoint has a non-tensor entry with this name, requested or not."""
         return fqn in self._saved.entries and self._saved.entries[fqn] is None
 
+    def value(self, fqn: str) -> object:
+        """Read an entry that is not a tensor, requested or not. Renamed parameters in lists have new names."""
+        return self._saved.rename_parameters(fqn, self._saved.value(fqn))
+
     def tensor(self, fqn: str) -> SavedTensor | None:
         """Return the form of the tensor with this name, or None."""
         return self._saved.entries.get(fqn)
+
+    def path(self, fqn: str) -> StatePath:
+        """Return the path of an entry in the state."""
+        return StatePath.of(self._saved.paths[fqn])
+
+    def optimizer_class(self, prefix: str) -> str:
+        """Return the name of the class whose state begins with a prefix in the state, or "" if it is not stored."""
+        stored = self._saved.stored_name(next(iter(self.below(prefix)), ""))
+        above = [fqn for fqn in self._saved.optimizers if stored.startswith(f"{fqn}.")]
+        return self._saved.optimizers[max(above, key=len)] if above else ""
 
 
 def _beginning_with(prefix: str, names: list[str]) -> list[str]:
