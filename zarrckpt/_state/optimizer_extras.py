@@ -16,6 +16,7 @@ from zarrckpt._state.flatten import build, flatten, stems
 from zarrckpt._state.group_options import Name
 from zarrckpt._state.optimizer_forms import saved_groups
 from zarrckpt._state.saved_entries import RequestedEntries, SavedTensor
+from zarrckpt._state.tensors import new_tensor
 
 _MAX_BYTES = 16 << 20
 """Maximum bytes of the tensors of such state that a load makes."""
@@ -125,4 +126,4 @@ class ExtraState:
             device = own.device
         elif entry is not None and not entry.shape:
             device = torch.device("cpu")  # Optimizers keep counters there.
-        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return None if entry is None else new_tensor(entry.shape, entry.order, entry.dtype, device)
