@@ -21,6 +21,7 @@ from harness.uneven_states import full, mesh_of, sharded
 import zarrckpt
 from zarrckpt import Keep
 from zarrckpt._store import _zip_local
+from zarrckpt._store._local_commit import write_temp
 from zarrckpt.cli import main
 
 
@@ -56,6 +57,24 @@ def test_a_folder_of_archives_has_one_file_per_checkpoint(tmp_path: Path) -> Non
             zarrckpt.remove(tmp_path / archive(3))
         job.unpin(3)
     assert files(tmp_path) == {archive(3), archive(4)} and sound(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_leftovers_beside_archives_are_removed(stopped: bool, tmp_path: Path) -> None:
+    """Files of an interrupted write of a marker, and empty folders, as kills leave them."""
+    saved(tmp_path, 5)
+    for step in (10, 11, 12):
+        marker = tmp_path / f"@{archive(step)}" / "@zarrckpt" / ("0" * 31 + "1") / "zarr.json"
+        (marker.parents[2] if step == 12 else marker.parent).mkdir(parents=True)
+        if step == 10:
+            write_temp(str(marker), [[memoryview(b"{")]], unique=False, sync=False)
+    zarrckpt.recover(tmp_path)
+    assert len(files(tmp_path)) == 4
+    if stopped:
+        zarrckpt.recover(tmp_path, stopped=True)
+    else:
+        saved(tmp_path, 16)
+    assert files(tmp_path) == {archive(step) for step in ((5,) if stopped else (5, 16))}
 
 
 @pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")

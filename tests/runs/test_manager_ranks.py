@@ -92,6 +92,21 @@ def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path: Path) -> None:
     assert first[:2] == second[:2] == (20, 10) and first[2] == {name(30), name(40)}
 
 
+def _evaluate(run: str) -> int | None:
+    with manager(run, read_only=True) as job:
+        step = _resumed(job, 2)
+        with pytest.raises(zarrckpt.CheckpointError, match="read_only"):
+            job.save(20, _state(20))
+        return step
+
+
+def test_all_ranks_restore_with_a_manager_that_only_reads(tmp_path: Path) -> None:
+    run_ranks(_train, str(tmp_path), None, 1, "folder", 10, world_size=2)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run_ranks(_evaluate, str(tmp_path), world_size=3) == [10, 10, 10]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def _restore(run: str) -> int | None:
     with manager(run) as job:
         return job.restore(_state(0))

@@ -118,8 +118,8 @@ def _without_root(store: Store, prefix: str, name: str) -> CheckpointFolder | No
             if marker is None or not marker.failed:
                 where = join(store.url, one_line(prefix.rstrip("/")))
                 error = CorruptCheckpointError(
-                    f"{where} has the tables of the save {save_id} but no root document {NODE}: the save was killed "
-                    "directly before its commit, or the root was deleted later"
+                    f"{where} has the tables of the save {save_id} but no root document {NODE}: the save is about to "
+                    "commit, or was killed directly before its commit, or the root was deleted later"
                 )
                 return WithoutRoot(name, damage=error, run_id="" if marker is None else marker.run_id)
     return CheckpointFolder(name) if objects or folders else None

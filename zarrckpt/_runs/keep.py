@@ -67,9 +67,10 @@ class Keep:
 
 def finite_metric(value: object) -> int | float | None:
     """Return a metric if it is a finite number, otherwise None. No other value is better or worse than another one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
     # Not math.isfinite, which raises an error for an int that is too large for a float.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < math.inf else None
+    return value if abs(value) < math.inf else None
 
 
 def metric_order(metadata: Mapping[str, Any], metric: str | None, mode: Mode) -> int | float | None:
