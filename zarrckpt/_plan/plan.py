@@ -15,6 +15,7 @@ from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.wire import record
@@ -40,6 +41,8 @@ class Layout:
     non_tensors: frozenset[str]
     """fqns of non-tensor entries. Each becomes a value or a blob when it is written."""
     world_size: int
+    versions: Versions
+    """The versions of modules."""
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
@@ -138,7 +141,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen, tensor.order)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
-        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.world_size)
+        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.world_size, state.versions)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
