@@ -75,6 +75,7 @@ class Checkpoint(Selection):
     ) -> dict[str, Any]:
         """Read entries into new torch tensors, and return the saved nested state dict or a part of it.
 
+        State dicts of modules are OrderedDicts with the saved versions in ``_metadata``, as from ``torch.load``.
         ``model.load_state_dict(ckpt.load("model")["model"], assign=True)`` fills a model on the ``meta`` device, except
         buffers with ``persistent=False``, which no checkpoint has. The tensors have the order of strides that was
         saved. Needs torch. One process reads everything; :func:`zarrckpt.load` fills sharded states.

@@ -66,8 +66,9 @@ class LoadReport:
     """The report of a finished load on this rank.
 
     ``loaded``, ``missing`` (in the target only) and ``unexpected`` (in the checkpoint only) are sorted fqns.
-    ``changed`` has the fqns of ``loaded`` for which an object holds other data than were read. ``nbytes`` is the number
-    of bytes that this rank read for its tensors.
+    ``changed`` has the fqns of ``loaded`` for which an object holds other data than were read: a module that converts
+    entries of another version, or another Stateful. ``nbytes`` is the number of bytes that this rank read for its
+    tensors.
     """
 
     url: str

@@ -82,6 +82,17 @@ class Reader:
         levels = zip(containers, keys, strict=True)
         return [(container, int(key) if container == "list" else key) for container, key in levels]
 
+    def versions(self, state_dict: str) -> dict[str, int]:
+        """Return the versions of modules of a state dict."""
+        prefix = f"{state_dict}." if state_dict else ""
+        found: dict[str, Any] = {"": 1}
+        for fqn in self.entries:
+            levels = fqn.removeprefix(prefix).split(".")[:-1] if fqn.startswith(prefix) else []
+            within = 128 - len(prefix.split(".")) + 1
+            found |= {".".join(levels[:end]): 1 for end in range(1, min(len(levels), within) + 1)}
+        found |= self.own["versions"][state_dict]
+        return {path: version for path, version in found.items() if version is not None}
+
     def nested(self) -> Any:
         """Return the saved state dict, with the fqn of each entry instead of the entry."""
         return _build([(self.keys(fqn), fqn) for fqn in self.entries])

@@ -176,6 +176,42 @@ def test_registered_objects_get_their_saved_state(tmp_path: Path) -> None:
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
 
 
+class NewLayer(torch.nn.Module):
+    """Version 2, which transposes the weights of other versions."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.arange(9.0).view(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"].T
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+class Average:
+    def __init__(self) -> None:
+        self.net = NewLayer()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state)
+
+
+def test_registered_objects_get_the_versions_of_modules(tmp_path: Path) -> None:
+    """As with Accelerate's own save_state."""
+    average, module = Average(), NewLayer()
+    accelerator, _ = accelerator_with(average, module)
+    for background in (False, True):
+        save_state(accelerator, str(tmp_path / f"{background}"), background=background).result()
+        load_state(accelerator, str(tmp_path / f"{background}"))
+        assert torch.equal(average.net.w, NewLayer().w) and torch.equal(module.w, NewLayer().w)
+
+
 def test_the_project_configuration_sets_names_and_limit(moto_bucket: Any) -> None:
     options = moto_bucket.storage_options
     accelerator, model = accelerator_with()

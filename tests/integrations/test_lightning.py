@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
 from harness.ranks import RankError, all_ranks_raise, run_ranks
 from harness.store_servers import S3Place
 from launched import launch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -566,6 +568,58 @@ def test_fabric_loads_raw_weights_from_a_url_or_a_torch_file(tmp_path: Path) -> 
     for strategy, name in [("fsdp2", "zarr"), ("fsdp2", "file.pt"), ("ddp", "zarr"), ("ddp", "file.pt")]:
         for loaded in run_ranks(load_raw_with_fabric, strategy, str(tmp_path / name), world_size=2):
             assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
+
+
+class NewLayer(torch.nn.Module):
+    """Version 2, which transposes the weights of other versions."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.arange(9.0).view(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"].T
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+class Versioned(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = NewLayer()
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return (batch @ self.layer.w).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO, ZarrCheckpointIO])
+def test_modules_get_the_versions_of_their_weights(plugin: Callable[[], CheckpointIO], tmp_path: Path) -> None:
+    options: Any = {"accelerator": "cpu", "plugins": [plugin()]}
+    features = ("progress_bar", "checkpointing", "model_summary")
+    quiet: Any = {"logger": False, **{f"enable_{name}": False for name in features}}
+    data, weight, url = torch.utils.data.DataLoader(torch.ones(4, 3)), NewLayer().w, str(tmp_path / "a.ckpt")
+    trainer = Trainer(max_epochs=1, **options, **quiet)
+    trainer.fit(Versioned(), data)
+    trainer.save_checkpoint(url)
+    resumed = Versioned()
+    Trainer(max_epochs=2, **options, **quiet).fit(resumed, data, ckpt_path=url)
+    assert torch.equal(resumed.layer.w, weight)
+    if plugin is ZarrCheckpointIO:
+        assert torch.equal(load_from_checkpoint(Versioned, url).layer.w, weight)
+
+    fabric = Fabric(devices=1, **options)
+    module = fabric.setup_module(torch.nn.Sequential(NewLayer(), torch.nn.Linear(3, 3)))
+    fabric.save(tmp_path / "fabric", {"m": module})
+    fabric.load(tmp_path / "fabric", {"m": module})
+    assert torch.equal(next(module.parameters()), weight)
+    (zarrckpt.save if plugin is ZarrCheckpointIO else torch.save)(module.state_dict(), tmp_path / "raw")
+    fabric.load_raw(tmp_path / "raw", module)
+    assert torch.equal(next(module.parameters()), weight)
 
 
 def test_other_shapes_are_refused_by_name(tmp_path: Path) -> None:

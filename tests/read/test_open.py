@@ -315,6 +315,14 @@ CONTRADICTIONS: dict[str, Any] = {
     "container": lambda own: own["containers"].update({"model": "set"}),
     "list of names": lambda own: own["containers"].update({"model": "list"}),
     "history": lambda own: own.update(history=["x"]),
+    "versions in a list": lambda own: own.update(versions=[]),
+    "versions of a state dict in a list": lambda own: own.update(versions={"model": []}),
+    "versions of nothing": lambda own: own.update(versions={"mode": {}}),
+    "versions of a value": lambda own: own.update(versions={"step": {}}),
+    "version that is no integer": lambda own: own.update(versions={"model": {"a": 1.0}}),
+    "version that is a bool": lambda own: own.update(versions={"model": {"a": True}}),
+    "version that is too large": lambda own: own.update(versions={"model": {"a": 2**63}}),
+    "other metadata of a module": lambda own: own.update(versions={"model": {"a": {"assign_to_params_buffers": True}}}),
 }
 
 

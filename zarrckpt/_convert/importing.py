@@ -90,7 +90,7 @@ def import_checkpoint(
     """
     path = Path(local_path(source))
     try:
-        paths, leaf = _source(path, allow_pickle)
+        paths, leaf, versions = _source(path, allow_pickle)
     except OSError as err:
         raise StorageError(f"reading {err.filename or path} failed: {err.strerror or err}") from err
     selected = select(paths, keys, str(path)) if keys else [*paths]
@@ -104,15 +104,17 @@ def import_checkpoint(
         url, options, overwrite=overwrite, metadata=metadata, storage_options=storage_options, progress=progress
     )
     ranks = Ranks(no_dist=True)
-    return save_on_ranks(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)
+    new_paths = {path.fqn: path for path in named.values()}
+    new_versions = {_path_with(above, path): own for path, own in versions.items()}
+    return save_on_ranks(lambda: LocalState(flat, new_paths, new_versions), request, ranks)
 
 
 def _path_with(above: Sequence[str], path: StatePath) -> StatePath:
     return StatePath((*above, *path.keys), (*(DICT for _ in above), *path.containers))
 
 
-_Source = tuple[Mapping[str, StatePath], Callable[[str], Any]]
-"""The path of each entry by fqn, and a function that returns an entry."""
+_Source = tuple[Mapping[str, StatePath], Callable[[str], Any], Mapping[StatePath, Mapping[str, int]]]
+"""The path of each entry by fqn, a function that returns an entry, and the versions of modules of each state dict."""
 
 
 def _source(path: Path, allow_pickle: bool) -> _Source:
@@ -120,7 +122,7 @@ def _source(path: Path, allow_pickle: bool) -> _Source:
         from zarrckpt._dcp.folder import DcpFolder  # here, because it imports DCP, which is slow
 
         folder = DcpFolder(path, allow_pickle=allow_pickle)
-        return folder.paths, folder.leaf
+        return folder.paths, folder.leaf, {}
     if path.is_dir():
         found = _merged_tensors(path)
     elif not path.is_file():
@@ -131,7 +133,7 @@ def _source(path: Path, allow_pickle: bool) -> _Source:
             raise UnsupportedLayoutError(f"{path} {doubt}")
     else:
         return _torch_file(path, allow_pickle)
-    return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__
+    return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__, {}
 
 
 def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
@@ -307,7 +309,7 @@ def _loaded_entries(path: Path, state: Mapping[Any, Any], refused: Sequence[str]
     """Return the entries of a loaded file. Those with a refused type raise UnsafeValueError when they are used."""
     if refused:
         _replace_refused_containers(state)
-    leaves, paths = flatten(convert_for_save(dict(state)).state)
+    leaves, paths, versions = flatten(convert_for_save(state).state)
     needs = {fqn: _refused_in(leaf) for fqn, leaf in leaves.items()} if refused else {}
 
     def leaf(fqn: str) -> Any:
@@ -320,7 +322,7 @@ def _loaded_entries(path: Path, state: Mapping[Any, Any], refused: Sequence[str]
             )
         return leaves[fqn]
 
-    return paths, leaf
+    return paths, leaf, versions
 
 
 def _refused_in(value: object) -> str:

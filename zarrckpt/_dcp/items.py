@@ -35,6 +35,8 @@ class PlannerData:
     """Whether the lowest rank that holds a replica writes it, instead of all holders in parts."""
     empty: frozenset[str]
     """The names of empty dicts."""
+    versions: dict[str, dict[str, int]]
+    """The versions of modules, as in a Description."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], not
     # Restore the order of the state dict, which plans lose when replicas are distributed over ranks.
     ordered = [fqn for fqn in paths if fqn in by_name] + sorted(by_name.keys() - paths.keys())
     entries = [_entry_of_item(paths.get(fqn) or StatePath.of((fqn,)), by_name[fqn], notes) for fqn in ordered]
-    return Description(tuple(entries), (), notes is not None, notes is not None and notes.lowest_rank_saves)
+    if notes is None:
+        return Description(tuple(entries), (), compared=False)
+    return Description(tuple(entries), (), True, notes.lowest_rank_saves, versions=notes.versions)
 
 
 def _entry_of_item(path: StatePath, items: Sequence[WriteItem], notes: PlannerData | None) -> DescribedEntry:
@@ -151,13 +155,18 @@ def item_box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def make_notes(plan: SavePlan, planner: DefaultSavePlanner) -> PlannerData:
-    """Return digests and other notes of a plan's items. Copies at most 64 KiB of each tensor to the host."""
+def make_notes(
+    plan: SavePlan, planner: DefaultSavePlanner, versions: dict[str, dict[str, int]], *, compared: bool
+) -> PlannerData:
+    """Return digests (if ranks are compared) and other notes of a plan's items.
+
+    Copies at most 64 KiB of each tensor to the host.
+    """
     found = {item.index: planner.lookup_object(item.index) for item in plan.items}
-    digests = {index: content_digest(index.fqn, value) for index, value in found.items()}
+    digests = {index: content_digest(index.fqn, value) for index, value in found.items()} if compared else {}
     empty = frozenset(index.fqn for index, value in found.items() if isinstance(value, Mapping) and not value)
     known = {index: digest for index, digest in digests.items() if digest is not None}
-    return PlannerData(known, planner.dedup_save_to_lowest_rank, empty)
+    return PlannerData(known, planner.dedup_save_to_lowest_rank, empty, versions)
 
 
 def resolves_as_dcp(planner: SavePlanner) -> bool:

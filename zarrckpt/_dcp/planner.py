@@ -31,12 +31,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zarrckpt._dcp.items import make_notes, resolves_as_dcp
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box
+from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.match import StateMatch
 from zarrckpt._ranks.group import has_default_group
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
-from zarrckpt._state.local_state import refuse_unsaveable
+from zarrckpt._state.local_state import refuse_unsaveable, shared_versions
 from zarrckpt._state.saved_entries import SavedEntries, SavedTensor
 
 
@@ -56,9 +57,10 @@ class ZarrSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten this rank's state. Raises UnsupportedValueError with a list of tensors that cannot be saved."""
-        flat, paths = flatten(state_dict)
+        flat, paths, versions = flatten(state_dict)
         refuse_unsaveable(flat)
         self.mappings = dict(paths)
+        self.module_versions = shared_versions(versions)
         held = {fqn: to_local_boxes(fqn, leaf) for fqn, leaf in flat.items()}
         self.state_dict = {fqn: DcpTensor(leaf) if isinstance(leaf, LocalBoxes) else leaf for fqn, leaf in held.items()}
         self.is_coordinator = is_coordinator
@@ -71,7 +73,8 @@ class ZarrSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank's items, with digests of their contents if there are other ranks."""
         plan = super().create_local_plan()
-        return dataclasses.replace(plan, storage_data=make_notes(plan, self)) if has_default_group() else plan
+        notes = make_notes(plan, self, self.module_versions, compared=has_default_group())
+        return dataclasses.replace(plan, storage_data=notes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks. Raises UnsupportedLayoutError if their boxes overlap or leave gaps."""
@@ -94,6 +97,13 @@ def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None
         return None
     assert index.offset is not None
     return leaf.held.tensor_at(tuple(index.offset))
+
+
+@dataclasses.dataclass
+class VersionedMetadata(Metadata):
+    """DCP's metadata of a checkpoint, with the versions of its modules."""
+
+    versions: Versions = dataclasses.field(default_factory=dict)
 
 
 class ZarrLoadPlanner(DefaultLoadPlanner):
@@ -171,7 +181,8 @@ def _saved(metadata: Metadata) -> SavedEntries:
         else None
         for fqn, entry in metadata.state_dict_metadata.items()
     }
-    return SavedEntries(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries})
+    versions = metadata.versions if isinstance(metadata, VersionedMetadata) else {}
+    return SavedEntries(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries}, versions=versions)
 
 
 class DcpTensor:

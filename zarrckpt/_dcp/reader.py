@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zarrckpt._dcp.channel import ChannelName, connect_channel
-from zarrckpt._dcp.planner import ZarrLoadPlanner
+from zarrckpt._dcp.planner import VersionedMetadata, ZarrLoadPlanner
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._events import EventSender
 from zarrckpt._format.documents import ArrayNode
@@ -141,10 +141,11 @@ class ZarrStorageReader(StorageReader):
             fqn: _tensor_metadata(entry) if isinstance(entry, ArrayNode) else BytesStorageMetadata()
             for fqn, entry in root.entries.items()
         }
-        return Metadata(
+        return VersionedMetadata(
             entries,
             planner_data={fqn: root.state_path(fqn) for fqn in entries},
             storage_meta=StorageMeta(self.checkpoint_id, root.save_id, self.load_id),
+            versions=root.module_versions,
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.json_values import MAX_JSON_VALUE
 from zarrckpt._format.levels import Levels
 from zarrckpt._format.metadata import parse_metadata
+from zarrckpt._format.module_versions import StoredVersions, expand, parse_versions
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
 from zarrckpt._format.wire import record
@@ -131,6 +132,8 @@ class Root:
     """Stacks by fqn, for entries that stack the tensors of several ranks along the first axis."""
     optimizers: Mapping[str, str] = field(default_factory=dict)
     """The names of the classes of optimizers, by the fqn of the optimizer's state."""
+    versions: StoredVersions = field(default_factory=dict)
+    """The stored form of :attr:`module_versions`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's metadata."""
 
@@ -143,6 +146,11 @@ class Root:
     def non_tensors(self) -> dict[str, ValueEntry | BlobEntry]:
         """The entries that are values or blobs."""
         return {fqn: entry for fqn, entry in self.entries.items() if not isinstance(entry, ArrayNode)}
+
+    @cached_property
+    def module_versions(self) -> dict[str, dict[str, int]]:
+        """The version of each module by its path, by the flat name of the state dict."""
+        return expand(self.versions, self.entries)
 
     def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
         """Return all arrays of the tree, or those of some entries, sorted by path. The tables have this order."""
@@ -226,6 +234,8 @@ class Root:
             members["optimizers"] = dict(self.optimizers)
         if self.reused is not None:
             members["reused"] = asdict(self.reused)
+        if self.versions:
+            members["versions"] = {name: dict(own) for name, own in self.versions.items()}
         if self.metadata:
             members["metadata"] = json_values.encode_json(dict(self.metadata))
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.documents()}
@@ -311,6 +321,7 @@ def parse_root(data: bytes, where: str) -> Root:
         containers=containers,
         stacks=parsed.stacks,
         optimizers=optimizers,
+        versions=parse_versions(members, members.mapping("entries")),
         metadata=parse_metadata(members.own.get("metadata", {}), where),
         reused=_reused(members),
         **_tables(members, nodes.values()),

@@ -89,6 +89,10 @@ class StatePath(tuple[str | int, ...]):
         """Return the flat name of the container at a depth."""
         return ".".join(map(str, self[:depth]))
 
+    def above(self, depth: int) -> StatePath:
+        """Return the path of the container at a depth."""
+        return StatePath(self.keys[:depth], self.containers[:depth])
+
     def with_rank(self, rank: object) -> StatePath:
         """Return the path with this key instead of the rank's number."""
         assert self.rank_at is not None

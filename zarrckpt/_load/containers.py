@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+from zarrckpt._format.module_versions import Versions, put_versions
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, with_shared_nans
+from zarrckpt._state.flatten import new_dict
 
 Rows = list[tuple[StatePath, Any]]
 """Items of a container, with their paths in the state."""
@@ -29,8 +30,10 @@ def move_path(path: StatePath, stem: str, start: StatePath | ContainerLocation) 
     return None
 
 
-def rebuild(old: Any, rows: Rows, depth: int, in_place: bool) -> Any:
+def rebuild(old: Any, rows: Rows, depth: int, in_place: bool, versions: Versions) -> Any:
     """Return the container that the rows' paths describe from ``depth`` on. It has the type of the old container.
+
+    State dicts get their versions of modules.
 
     With ``in_place``, change and return the old container, and the containers inside it.
     """
@@ -44,8 +47,8 @@ def rebuild(old: Any, rows: Rows, depth: int, in_place: bool) -> Any:
     children = {}
     for group in groups.values():
         key: Any = group[0][0].keys[depth]
-        children[key] = rebuild(_item(old, key), group, depth + 1, in_place)
-    kind = rows[0][0].containers[depth]
+        children[key] = rebuild(_item(old, key), group, depth + 1, in_place, versions)
+    kind, own = rows[0][0].containers[depth], versions.get(rows[0][0].stem(depth)) if versions else None
     if kind == LIST:
         items = [children[position] for position in sorted(children)]
         if not in_place or type(old) is not list:
@@ -53,8 +56,11 @@ def rebuild(old: Any, rows: Rows, depth: int, in_place: bool) -> Any:
         old[:] = items
         return old
     if isinstance(old, MutableMapping) and (kind == DICT or type(old) is not dict):
-        return _fill_container(old, children, in_place)
-    return OrderedDict(children) if kind == ORDERED_DICT else children
+        filled = _fill_container(old, children, in_place)
+        if own is not None:
+            put_versions(filled, own)
+        return filled
+    return new_dict(children, kind == ORDERED_DICT, own)
 
 
 def _item(container: Any, key: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +10,12 @@ import torch
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError
 from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import did_you_mean
+from zarrckpt._format.module_versions import Versions, begins_one, module_name, put_versions
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.containers import move_path, rebuild
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.rebuilt_containers import RebuiltContainers
-from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
+from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf, stems
 from zarrckpt._state.local_boxes import LocalBoxes, global_shape, local_tensors, to_local_boxes
 from zarrckpt._state.local_state import PER_RANK_FAULT, format_lines
 from zarrckpt._state.per_rank import PerRank, PerRankSources
@@ -71,7 +72,8 @@ class StateMatch:
         """The paths of targets that have a subtree in the checkpoint, by name."""
         self._stem_of: dict[str, str] = {}
         """The target of this kind that contains each entry of these subtrees."""
-        flat, paths = flatten(state)
+        flat, self._all_paths, own = flatten(state)
+        paths = self._all_paths
         for fqn, leaf in flat.items():
             if isinstance(leaf, PerRank):
                 raise UnsupportedValueError(f"{fqn!r} {PER_RANK_FAULT}")
@@ -89,6 +91,10 @@ class StateMatch:
         self.loaded = sorted(selected.keys() & entries.keys())
         """The names in the checkpoint that have a target on this rank."""
         self._selected = selected
+        self.versions, self.converted = _match_versions(
+            saved.versions, saved.module_versions, {path.fqn: versions for path, versions in own.items()}, self.loaded
+        )
+        """The versions of modules by state dict after the load, and the flat names of modules with another version."""
         self.paths = {fqn: containers.added.get(fqn) or paths[fqn] for fqn in self.loaded}
         """The path in the state of each loaded entry."""
         self.leaves: dict[str, Any] = {}
@@ -154,6 +160,25 @@ class StateMatch:
             copy_containers(self._state, self.paths[fqn], copied)
             set_leaf(self._state, self.paths[fqn], new)
             self._selected[fqn], self.leaves[fqn] = new, to_local_boxes(fqn, new)
+
+    def is_converted(self, fqn: str) -> bool:
+        """Whether an entry belongs to a module that converts it, because it was saved by another version."""
+        return bool(self.converted) and ("" in self.converted or any(stem in self.converted for stem in stems(fqn)))
+
+    def separate_converted(self, owners: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        """Prepare the state dicts of objects for their own conversion.
+
+        Tensors are replaced by new ones, because a conversion may permute them. Entries of modules that are not loaded
+        are removed, because they have the new form already. ``owners`` and ``modules`` are the name prefixes of objects
+        and of modules. Call it after :meth:`check`.
+        """
+        names = [fqn for fqn in self._all_paths if fqn.startswith(owners) and self.is_converted(fqn)]
+        loaded = [fqn for fqn in names if fqn in self.leaves]
+        self.replace_by_new_tensors(fqn for fqn in loaded if isinstance(self._selected[fqn], torch.Tensor))
+        for path in (self._all_paths[fqn] for fqn in names if fqn not in self.leaves):
+            above = path.above(len(path) - 1)
+            if f"{above.fqn}." in modules:
+                del get_leaf(self._state, above)[path.keys[-1]]
 
     def _target(self, fqn: str, leaf: Any) -> Any:
         """Return the target itself, or a new CPU tensor if the entry is a tensor and the target is a value."""
@@ -242,13 +267,48 @@ class StateMatch:
             elif not is_filled:
                 path = self.paths[fqn]
                 old = get_leaf(self._state, path)
-                set_leaf(self._state, path, rebuild(old, [(path, found[fqn])], len(path), in_place=False))
+                set_leaf(self._state, path, rebuild(old, [(path, found[fqn])], len(path), False, self.versions))
         for stem, rows in below.items():
             if rows:
                 path = self._subtrees[stem]
                 old = get_leaf(self._state, path)
-                set_leaf(self._state, path, rebuild(old, rows, len(path), in_place=False))
-        self.containers.put(self._state, loaded, self.paths)
+                set_leaf(self._state, path, rebuild(old, rows, len(path), False, self.versions))
+        if self.versions:
+            self._put_versions(fqn for fqn in self.leaves if fqn not in loaded and fqn not in self._stem_of)
+        self.containers.put(self._state, loaded, self.paths, self.versions)
+
+    def _put_versions(self, fqns: Iterable[str]) -> None:
+        """Give their versions to the state dicts in which entries were loaded in place."""
+        left = dict(self.versions)
+        for path in map(self.paths.__getitem__, fqns):
+            for depth in range(len(path)):
+                if (versions := left.pop(path.stem(depth), None)) is not None:
+                    put_versions(get_leaf(self._state, path.above(depth)), versions)
+
+
+def _match_versions(
+    saved: Versions, modules: Mapping[str, int], own: Versions, loaded: Sequence[str]
+) -> tuple[dict[str, Mapping[str, int]], set[str]]:
+    """Return the versions of modules by state dict after a load, and the flat names of modules with another version.
+
+    A module without a saved version, or without loaded entries, keeps its own.
+
+    Args:
+        saved, modules: the versions in the checkpoint, and the same by flat name.
+        own: the versions in the state. loaded: the sorted names of the entries to load.
+    """
+    versions: dict[str, Mapping[str, int]] = dict(saved)
+    converted = set()
+    for name, before in own.items() if saved else ():
+        after = {path: modules.get(module_name(name, path), version) for path, version in before.items()}
+        for path in before:
+            if after[path] != before[path]:
+                if begins_one(module_name(name, path), loaded):
+                    converted.add(module_name(name, path))
+                else:
+                    after[path] = before[path]
+        versions[name] = {**saved.get(name, {}), **after}
+    return versions, converted
 
 
 def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:

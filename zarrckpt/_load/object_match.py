@@ -10,7 +10,8 @@ import torch
 
 from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.grid import Box
-from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._format.module_versions import put_versions
+from zarrckpt._format.state_path import DICT, LIST, RANKS, StatePath
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.key_selection import KeySelection
 from zarrckpt._load.match import StateMatch
@@ -79,14 +80,27 @@ class ObjectMatch:
         )
         """The targets in :attr:`plain`."""
         self._check()
+        self._prepare_conversions()
         # These objects keep the tensors that they are passed. As after torch.load, these have the saved strides.
         others = self.state_match.names_with_other_strides()
         for optimizers in (False, True):
             self.replace_by_new_tensors(others, optimizers=optimizers)
-        if lost := sorted(containers.lost):
+        if lost := sorted(name for name in containers.lost if not self.state_match.is_converted(name)):
             warn(
                 f"the checkpoint lacks {count_text(len(lost), 'tensor')} that Stateful objects and PerRanks of the "
                 f"state have: {lost[:5]}. These objects get the saved state without the tensors"
+            )
+
+    def _prepare_conversions(self) -> None:
+        """Give modules and Statefuls new memory for entries that they convert. Warn of such entries in other dicts."""
+        modules = tuple(self.plain.exact_prefixes)
+        owners = (*modules, *self.plain.stateful_prefixes)
+        if self.state_match.converted:
+            self.state_match.separate_converted(owners, modules)
+        if others := sorted(name for name in self.state_match.converted if not f"{name}.".startswith(owners)):
+            warn(
+                f"the modules {others[:5]} in state dicts of the state were saved by other versions, and torch cannot "
+                "convert a tensor into its own memory: pass the module itself, or clones of its tensors"
             )
 
     def _is_requested(self, fqn: str) -> bool:
@@ -172,6 +186,8 @@ class ObjectMatch:
             back = objects.put_loaded(state[key], loaded)
             if back is not state[key]:
                 state[key] = back
+        if (versions := self.state_match.versions.get("")) is not None:
+            put_versions(state, versions)
 
 
 def _with_elements(saved: SavedEntries, elements: Mapping[str, StackElement]) -> SavedEntries:
@@ -201,7 +217,15 @@ def _with_elements(saved: SavedEntries, elements: Mapping[str, StackElement]) ->
             order = tuple(axis - 1 for axis in entry.order if axis)
             entries[own] = SavedTensor(entry.shape[1:], entry.dtype, order)
     paths = {**saved.paths, **{name: element.path for name, element in elements.items()}}
-    return dataclasses.replace(saved, entries=entries, paths=paths)
+    versions = dict(saved.versions)
+    for prefix, rank in ranks.items():
+        stack = f"{prefix}{RANKS}"
+        versions |= {
+            f"{prefix}{rank}{name[len(stack) :]}": own
+            for name, own in saved.versions.items()
+            if f"{name}.".startswith(f"{stack}.")
+        }
+    return dataclasses.replace(saved, entries=entries, paths=paths, versions=versions)
 
 
 def _lists_with_gaps(paths: Iterable[StatePath]) -> set[tuple[str | int, ...]]:

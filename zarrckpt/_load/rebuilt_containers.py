@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.state_path import DICT, LIST, StatePath
 from zarrckpt._load.containers import ContainerLocation, Rows, move_path, rebuild
 from zarrckpt._state.flatten import get_leaf, is_flattened, set_leaf, stems
@@ -179,7 +180,7 @@ class RebuiltContainers:
         container = self._container_of(name) if self._containers else None
         return container is not None and container.changed
 
-    def put(self, state: Any, loaded: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
+    def put(self, state: Any, loaded: Mapping[str, Any], paths: Mapping[str, StatePath], versions: Versions) -> None:
         """Rebuild the containers that change. ``loaded`` has their loaded items by name, in the checkpoint's order."""
         for name, value in loaded.items():
             container = self._container_of(name)
@@ -197,7 +198,8 @@ class RebuiltContainers:
                 rows = [*second, *first] if container.is_plain else [*first, *second]
                 in_place = container.kind is not ContainerKind.STATEFUL
                 old = get_leaf(state, container.path)
-                set_leaf(state, container.path, rebuild(old, rows, len(container.path), in_place))
+                new = rebuild(old, rows, len(container.path), in_place, versions)
+                set_leaf(state, container.path, new)
 
     def _keep(self, container: RebuiltContainer, name: str, value: Any, state: Any) -> None:
         """Keep an item that was not loaded. Of a module or optimizer, keep the whole state dict, once."""

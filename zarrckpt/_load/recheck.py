@@ -84,7 +84,7 @@ class ReadEntries:
         """
         changed: dict[str, str] = {}
         gone = []
-        found, _ = flatten(now.state)
+        found = flatten(now.state)[0]
         skipped = (*now.unreadable, *now.unchecked)
         containers = {stem for fqn in found if "." in fqn for stem in stems(fqn.rpartition(".")[0])}
         for fqn, read in self._read.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.matching import hint
+from zarrckpt._format.module_versions import rename_versions
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._state.saved_entries import KeyPattern, SavedEntries, rest_below
 
@@ -22,7 +23,8 @@ def rename_entries(
     ``trained`` has, for each optimizer in the state, the keys of the optimizer and of its module. If a parameter is
     renamed in the module, its optimizer state is renamed, too.
 
-    Raises KeyMismatchError if two entries get the same name, or if no entry has a prefix.
+    Raises KeyMismatchError if two entries get the same name, if modules of different versions do, or if no entry has a
+    prefix.
     """
     names = new_names(saved.entries, rename)
     parameters: dict[KeyPattern, dict[str, str]] = {}
@@ -37,6 +39,7 @@ def rename_entries(
         value=lambda name: saved.value(stored[name]),
         stored=stored,
         parameters=parameters,
+        versions=rename_versions(saved.versions, names),
     )
 
 

@@ -247,7 +247,8 @@ class _RankLoad:
         """Compare the state with the entries that were read.
 
         If strict, raises LoadMismatchError if an entry of a tensor, container, module or optimizer differs, or if an
-        entry is missing in the state. Warns of other differences.
+        entry is missing in the state. Warns of other differences, except those of modules that converted entries of
+        another version.
         """
         plain = self.object_match.plain
         now = convert_for_check(self._state, plain, self.object_match.per_rank_sources.choose_rank)
@@ -255,10 +256,12 @@ class _RankLoad:
             self._read_entries.record_groups(optimizer)
         changed, gone = self._read_entries.differences(now)
         self.changed = tuple(sorted([*changed, *gone]))
+        is_converted = self.object_match.state_match.is_converted
+        changed = {fqn: change for fqn, change in changed.items() if not is_converted(fqn)}
         # A Stateful may change what it loads, so its changes are only warned of.
         of_statefuls = {fqn for fqn in changed if now.is_of_stateful(fqn)}
         faults = [f"{fqn!r} {changed[fqn]}" for fqn in changed if fqn not in of_statefuls]
-        faults += [f"{fqn!r} was read, but is missing in the state" for fqn in gone]
+        faults += [f"{fqn!r} was read, but is missing in the state" for fqn in gone if not is_converted(fqn)]
         if faults and self._request.strict:
             raise LoadMismatchError(
                 f"{len(faults)} entries of {self._request.spec.url} were read, but the state does not hold them after "
@@ -306,4 +309,5 @@ def _saved_entries(catalog: Catalog) -> SavedEntries:
         for fqn, entry in root.entries.items()
     }
     paths = {fqn: root.state_path(fqn) for fqn in entries}
-    return SavedEntries(entries, paths, catalog.read_non_tensor, optimizers=root.optimizers)
+    read = catalog.read_non_tensor
+    return SavedEntries(entries, paths, read, optimizers=root.optimizers, versions=root.module_versions)

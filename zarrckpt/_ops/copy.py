@@ -23,6 +23,7 @@ from zarrckpt._format.compression import CompressionOption
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
+from zarrckpt._format.module_versions import begins_one
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, check_limits, run_jobs
@@ -130,7 +131,10 @@ def select_entries(root: Root, names: Sequence[str]) -> Root:
     part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks, optimizers=optimizers)
     paths = [part.node_path(fqn) for fqn in entries]
     above = parent_groups(paths)
-    return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
+    containers = {path: kind for path, kind in root.containers.items() if path in above}
+    ascending = sorted(entries)
+    versions = {name: own for name, own in root.versions.items() if begins_one(name, ascending)}
+    return dataclasses.replace(part, containers=containers, versions=versions)
 
 
 class _EncodedArray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -81,20 +81,22 @@ class Description:
     version: str = __version__
     groups: Sequence[ParameterGroup] = ()
     """The parameter groups of optimizers, in order."""
+    versions: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The versions of modules by their path, by the fqn of the state dict (RANKS for the number of a rank)."""
 
     @cached_property
     def digest(self) -> bytes:
         """A digest of 16 bytes, the same in every process."""
         rows = [(entry.path.keys, entry.path.containers, entry.path.rank_at, *entry[1:]) for entry in self.entries]
         groups = [(group.path.keys, *group[1:]) for group in self.groups]
-        fields = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups)
+        fields = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups, self.versions)
         return hashlib.blake2b(repr(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     @property
     def packed(self) -> bytes:
         """The compressed bytes that are sent to other ranks."""
         flags = (self.compared, self.lowest_rank_saves, self.version)
-        fields = (tuple(self.entries), tuple(self.shardings), *flags, tuple(self.groups))
+        fields = (tuple(self.entries), tuple(self.shardings), *flags, tuple(self.groups), self.versions)
         data = encode(fields)
         if len(data) > _MAX_BYTES:
             raise CheckpointError(
@@ -116,5 +118,13 @@ class Description:
         return cls(*decode(unpacked, _PACKED))
 
 
-_PACKED = tuple[tuple[DescribedEntry, ...], tuple[Sharding, ...], bool, bool, str, tuple[ParameterGroup, ...]]
+_PACKED = tuple[
+    tuple[DescribedEntry, ...],
+    tuple[Sharding, ...],
+    bool,
+    bool,
+    str,
+    tuple[ParameterGroup, ...],
+    dict[str, dict[str, int]],
+]
 """The types of the fields of a sent description."""

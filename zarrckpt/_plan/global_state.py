@@ -12,6 +12,7 @@ from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
+from zarrckpt._format.module_versions import Versions, module_name
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
@@ -58,6 +59,8 @@ class GlobalState:
     """fqns of empty dicts that are not saved, because other ranks have entries in them."""
     optimizers: Mapping[str, str] = field(default_factory=dict)
     """The names of the classes of optimizers, by fqn. If ranks differ, the lowest rank's."""
+    versions: Versions = field(default_factory=dict)
+    """The versions of the modules of all ranks."""
 
     def replicas(self, rank: int) -> dict[bytes, list[ReplicaPart]]:
         """Return the parts of a rank that other ranks hold too, by their holders (positions as int64 bytes)."""
@@ -162,8 +165,8 @@ class _GlobalStateBuilder:
         values = {name: writers[name] for name in paths if name in writers}
         groups = [group for description in self._gathered.descriptions for group in description.groups]
         optimizers = {group.optimizer: group.class_name for group in reversed(groups) if group.class_name}
-        world_size = len(self._gathered.numbers)
-        return GlobalState(paths, ordered, values, compared, world_size, self._differing, hollow, optimizers)
+        shared = (len(self._gathered.numbers), self._differing, hollow, optimizers, self._merged_versions())
+        return GlobalState(paths, ordered, values, compared, *shared)
 
     def _read_descriptions(self) -> None:
         """Collect entries by name. Paths are in the order of the lowest rank's state, then those of other ranks."""
@@ -192,6 +195,20 @@ class _GlobalStateBuilder:
                 f"{min(both)!r} is wrapped in PerRank on one rank, and is a plain entry on another: give the two "
                 "entries different names"
             )
+
+    def _merged_versions(self) -> dict[str, dict[str, int]]:
+        merged: dict[str, dict[str, int]] = {}
+        for number, description in enumerate(self._gathered.descriptions):
+            for name, own in description.versions.items():
+                known = merged.setdefault(name, {})
+                for path, version in own.items():
+                    if known.setdefault(path, version) != version:
+                        rank = self._gathered.members[int(self._gathered.ranks_of(number)[0])]
+                        raise UnsupportedLayoutError(
+                            f"module {module_name(name, path)!r} has version {version} on rank {rank}, but version "
+                            f"{known[path]} on a lower rank. Nothing was written. Run the same code on all ranks"
+                        )
+        return merged
 
     # -- tensors
 

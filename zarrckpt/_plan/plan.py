@@ -15,6 +15,7 @@ from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.wire import record
@@ -40,8 +41,10 @@ class Layout:
     non_tensors: frozenset[str]
     """fqns of non-tensor entries. Each becomes a value or a blob when it is written."""
     world_size: int
-    optimizers: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Mapping[str, str]
     """The names of the classes of optimizers, by fqn."""
+    versions: Versions
+    """The versions of modules."""
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
@@ -140,8 +143,8 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen, tensor.order)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
-        values = frozenset(state.values)
-        layout = Layout(state.paths, node_paths, tensors, values, state.world_size, state.optimizers)
+        shared = (state.world_size, state.optimizers, state.versions)
+        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), *shared)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)

@@ -17,6 +17,7 @@ from zarrckpt._format import names as _names
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.json_values import dumps
+from zarrckpt._format.module_versions import compact
 from zarrckpt._format.root import (
     CHECKSUMS,
     DIGESTS,
@@ -94,6 +95,7 @@ def finish_save(
             if path.rank_at is not None and path.ranks
         },
         optimizers=layout.optimizers,
+        versions=compact(layout.versions, layout.paths),
         metadata=metadata,
     )
     rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from zarrckpt._format.module_versions import versions_of
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
 from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_for_streams
 from zarrckpt._state.digests import is_parameter_list
-from zarrckpt._state.flatten import OwnRank, is_flattened
+from zarrckpt._state.flatten import OwnRank, is_flattened, new_dict
 from zarrckpt._state.local_boxes import AttributeBoxes, DTensorBoxes, SeparateBoxes, has_box_attributes, to_local_boxes
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -102,7 +103,8 @@ class _Copies:
             return value
         if isinstance(value, Mapping) and (value or not name):
             copied = {key: self.of(item, f"{name}.{key}") for key, item in value.items()}
-            return kind(copied) if kind in (OrderedDict, OwnRank) else copied
+            versions = versions_of(value)
+            return OwnRank(copied) if kind is OwnRank else new_dict(copied, kind is OrderedDict, versions)
         if isinstance(value, list) and is_flattened(value):
             return [self.of(item, f"{name}.{index}") for index, item in enumerate(value)]
         if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):

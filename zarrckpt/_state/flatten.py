@@ -12,17 +12,23 @@ import torch
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
 from zarrckpt._format.hashes import MAX_EQUAL_HASHES, hashes_collide
+from zarrckpt._format.module_versions import Versions, put_versions, versions_of
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, with_shared_nans
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.local_boxes import LocalBoxes
+from zarrckpt._state.torch_kinds import FSDP1_SEGMENT, WRAPPER_SEGMENTS
 
 
 class OwnRank(dict[str, Any]):
     """The state of one rank (PerRank), by the number of the rank."""
 
 
-def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
+def flatten(
+    state: Mapping[Any, Any],
+) -> tuple[dict[str, Any], dict[str, StatePath], dict[StatePath, dict[str, int]]]:
     """Return the leaves and the state paths of a state, both by fqn, with DCP's rules for leaves.
+
+    Also returns the versions of modules of each state dict that has some, by its path.
 
     Dicts are flattened, and lists if they hold tensors or dicts at any depth. Tuples are leaves. Unlike in DCP, empty
     dicts are entries, and the types of keys and OrderedDicts are kept. Raises UnsupportedValueError for two entries
@@ -30,6 +36,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
+    versions: dict[StatePath, dict[str, int]] = {}
 
     def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...], rank_at: int | None) -> None:
         if isinstance(value, torch.Tensor):  # first, because most are tensors and the check for Mapping is slower
@@ -47,6 +54,8 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
             # A PerRank inside another one belongs to the same rank, so the outermost one counts.
             if rank_at is None and isinstance(value, OwnRank):
                 rank_at = len(keys)
+            if (own := versions_of(value)) is not None:
+                versions[StatePath(keys, containers, (), rank_at)] = own | _unwrapped(own, value)
             for key, item in value.items():
                 _check_key(key, keys)
                 walk(item, (*keys, key), inner, rank_at)
@@ -69,7 +78,28 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         leaves[fqn], paths[fqn] = value, path
 
     walk(state, (), (), None)
-    return leaves, paths
+    return leaves, paths, versions
+
+
+def _unwrapped(versions: Mapping[str, int], keys: Iterable[Any]) -> dict[str, int]:
+    """Return the versions of wrapped modules by the paths in the keys of their state dict.
+
+    torch's ``get_model_state_dict`` and activation checkpointing remove wrappers only from the keys.
+    """
+    wrapped = {path: version for path, version in versions.items() if not _WRAPPERS.isdisjoint(path.split("."))}
+    if not wrapped:
+        return {}
+    in_keys = {"", *(stem for key in keys for stem in stems(str(key).rpartition(".")[0]))}
+    path_of = {_without_wrappers(path): path for path in in_keys}
+    others = {_without_wrappers(path): version for path, version in wrapped.items() if path not in in_keys}
+    return {path_of[plain]: version for plain, version in others.items() if plain in path_of}
+
+
+def _without_wrappers(path: str) -> str:
+    return ".".join(segment for segment in path.split(".") if segment not in _WRAPPERS)
+
+
+_WRAPPERS = WRAPPER_SEGMENTS | {FSDP1_SEGMENT, "module"}  # the last one is DistributedDataParallel's
 
 
 def _check_key(key: object, above: tuple[object, ...]) -> None:
@@ -129,16 +159,29 @@ def copy_containers(state: Any, path: StatePath, copied: set[tuple[Any, ...]]) -
         state = state[key]
 
 
-def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
-    """Return the nested state of entries below ``depth`` of their paths. The paths are equal above this depth."""
+def build(entries: Iterable[tuple[StatePath, Any]], versions: Versions, depth: int = 0) -> Any:
+    """Return the nested state of entries below ``depth`` of their paths. The paths are equal above this depth.
+
+    State dicts get their versions of modules.
+    """
     rows = [(path, value) for path, value in entries]
     if len(rows) == 1 and len(rows[0][0].keys) == depth:
         return rows[0][1]
     groups: dict[Any, list[tuple[StatePath, Any]]] = {}
     for path, value in rows:
         groups.setdefault(with_shared_nans(path.keys[depth]), []).append((path, value))
-    children = {key: build(group, depth + 1) for key, group in groups.items()}
-    kind = rows[0][0].containers[depth]
+    children = {key: build(group, versions, depth + 1) for key, group in groups.items()}
+    kind, own = rows[0][0].containers[depth], versions.get(rows[0][0].stem(depth)) if versions else None
     if kind == LIST:
         return [children[position] for position in sorted(children)]
-    return OrderedDict(children) if kind == ORDERED_DICT else children
+    return new_dict(children, kind == ORDERED_DICT, own)
+
+
+def new_dict(items: dict[Any, Any], is_ordered: bool, versions: Mapping[str, int] | None) -> dict[Any, Any]:
+    """Return the items as an OrderedDict, or as a dict if they need none. A state dict gets its versions of modules."""
+    if not is_ordered and versions is None:
+        return items
+    made = OrderedDict(items)
+    if versions is not None:
+        put_versions(made, versions)
+    return made

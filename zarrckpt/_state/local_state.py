@@ -32,7 +32,7 @@ PER_RANK_FAULT = "is a PerRank, which zarrckpt.save, async_save and load accept,
 
 
 class LocalState:
-    """The flat state of one rank: leaves and state paths by fqn.
+    """The flat state of one rank: leaves and state paths by fqn, and versions of modules as :func:`flatten` returns.
 
     Raises UnsupportedValueError with a list of the entries that cannot be saved.
     """
@@ -40,10 +40,16 @@ class LocalState:
     own_memory = True
     """Whether the tensors keep their memory as long as this object lives, so that views of them stay valid."""
 
-    def __init__(self, leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, Any],
+        paths: Mapping[str, StatePath],
+        versions: Mapping[StatePath, Mapping[str, int]],
+    ) -> None:
         refuse_unsaveable(leaves)
         self._leaves = {fqn: to_local_boxes(fqn, leaf) for fqn, leaf in leaves.items()}
         self._paths = paths
+        self._versions = versions
         self._groups = [
             _parameter_group(paths[fqn], leaf)
             for fqn, leaf in leaves.items()
@@ -79,7 +85,9 @@ class LocalState:
                 entries.append(tensor_entry(path, leaf, str(leaf.dtype), shardings)._replace(order=order))
             else:
                 entries.append(DescribedEntry(path, _kind_of(fqn, leaf)))
-        return Description(tuple(entries), tuple(shardings), groups=tuple(self._groups))
+        return Description(
+            tuple(entries), tuple(shardings), groups=tuple(self._groups), versions=shared_versions(self._versions)
+        )
 
     def renumber_groups(self, numbers: GroupNumbers) -> None:
         """Set the numbers of parameter groups in the checkpoint. The methods below expect names with these numbers."""
@@ -132,6 +140,15 @@ class LocalState:
         leaf = self._leaves[self._in_stacks.get(fqn) or self._renumbered.get(fqn, fqn)]
         tensor: torch.Tensor = leaf.tensor_at(offset) if isinstance(leaf, LocalBoxes) else plain_tensor(leaf)
         return tensor
+
+
+def shared_versions(versions: Mapping[StatePath, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the versions of a rank's modules by flat names, in which RANKS stands for the number of the rank."""
+    found: dict[str, dict[str, int]] = {}
+    for path, own in versions.items():
+        shared = path if path.rank_at is None else path.with_rank(RANKS)
+        found.setdefault(shared.fqn, {}).update(own)
+    return found
 
 
 def tensor_entry(

@@ -16,19 +16,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._format.module_versions import module_name, put_versions, versions_of
 from zarrckpt._ranks.torch_private import non_persistent_buffers, submodule, was_written
+from zarrckpt._state.flatten import new_dict
 from zarrckpt._state.local_boxes import local_tensors
-from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
+from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes, takes_older
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import memory_fault, new_tensor
-from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1, is_sharded_tensor
+from zarrckpt._state.torch_kinds import (
+    FSDP1_SEGMENT,
+    WRAPPER_SEGMENTS,
+    fsdp1_modules,
+    is_dtensor,
+    is_fsdp1,
+    is_sharded_tensor,
+)
 
 _EXTRA_STATE = "_extra_state"
 """The last segment of the key of the value that a module's ``get_extra_state`` returns."""
-
-_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""The attributes in which torch.compile and activation checkpointing store the wrapped module."""
 
 
 def fsdp1_of(module: nn.Module) -> nn.Module | None:
@@ -50,7 +56,7 @@ def canonical_name(module: nn.Module, key: str) -> str:
     at: nn.Module | None = module
     for segment in key.split("."):
         in_ddp = segment == "module" and isinstance(at, DistributedDataParallel)
-        if not in_ddp and segment not in _WRAPPER_SEGMENTS:
+        if not in_ddp and segment not in WRAPPER_SEGMENTS:
             segments.append(segment)
         # None if the keys of a state_dict() method are not paths in the module.
         at = submodule(at, segment) if at is not None else None
@@ -66,6 +72,9 @@ class ModuleState:
         self._module = module
         self._options = {"strict": False} if takes(module.load_state_dict, {}, strict=False) else {}
         self._keys: dict[str, str] = {}
+        """The keys in the module's own state dict, by canonical name."""
+        self._module_paths: dict[str, str] = {}
+        """The paths of modules in that state dict's metadata, by canonical name."""
         self._is_unwritten = False
         """Whether nothing has written to the tensors before the load, as after ``to_empty``."""
         self._fsdp1 = fsdp1_of(module)
@@ -73,6 +82,7 @@ class ModuleState:
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
             self.entries = get_model_state_dict(self._fsdp1)
+            self._put_versions(self._fsdp1, self.entries)
             return
         self._state_dict = module.state_dict()
         values = self._state_dict.values()
@@ -88,17 +98,29 @@ class ModuleState:
                 )
             self._keys[name] = key
             self.entries[name] = value
+        self._put_versions(module, self._state_dict)
+
+    def _put_versions(self, module: nn.Module, state_dict: Any) -> None:
+        """Give the entries the versions of a state dict's modules. Those inside a wrapper count, not the wrapper's."""
+        if (versions := versions_of(state_dict)) is not None:
+            # In a state dict, a wrapper is before the module inside it.
+            for path in versions:
+                segments = canonical_name(module, path).split(".")
+                self._module_paths[".".join(one for one in segments if one != FSDP1_SEGMENT)] = path
+            put_versions(self.entries, {name: versions[path] for name, path in self._module_paths.items()})
 
     def resize(self, prefix: str, saved: RequestedEntries) -> None:
         """Replace entries by targets with the checkpoint's shape and dtype, if the module accepts them.
 
         It accepts extra state, and tensors that its own loading method resizes, as observers of quantization do.
         """
+        self._take_older(prefix, saved)
         for name, value in self.entries.items():
             fqn = f"{prefix}{name}"
             if name.rpartition(".")[2] == _EXTRA_STATE and saved.holds(fqn):
                 self.entries[name] = new_extra_state(fqn, value, saved)
-        forms = {name: saved.tensor(f"{prefix}{name}") for name in self._keys if saved.holds(f"{prefix}{name}")}
+        names = [name for name in self._keys if name in self.entries and saved.holds(f"{prefix}{name}")]
+        forms = {name: saved.tensor(f"{prefix}{name}") for name in names}
         others = {
             self._keys[name]: new_tensor(form.shape, form.order, value.dtype, value.device)
             for name, form in forms.items()
@@ -107,16 +129,74 @@ class ModuleState:
         taken = taken_shapes(self._module, others) if others else set()
         self.entries.update({name: others[key] for name, key in self._keys.items() if key in taken})
 
+    def _take_older(self, prefix: str, saved: RequestedEntries) -> None:
+        """Take the saved names and shapes for modules that convert them from another version.
+
+        Raises UnsupportedLayoutError for such modules in FSDP1, which passes them its own flat parameters.
+        """
+        older: list[str] = []
+        for path, version in (versions_of(self.entries) or {}).items():
+            stored = saved.module_versions.get(module_name(prefix[:-1], path), version)
+            start = f"{path}." if path else ""
+            if stored == version or not saved.below(f"{prefix}{start}"):
+                continue
+            if self._fsdp1 is not None:
+                raise UnsupportedLayoutError(
+                    f"module {prefix}{path} was saved by version {stored}, but has version {version}, and FSDP1 cannot "
+                    "convert its entries. Nothing was loaded. Load the checkpoint without FSDP1, and save it again"
+                )
+            if not start.startswith(tuple(older)):
+                older.append(start)
+                self._take_older_entries(path, start, prefix, saved)
+
+    def _take_older_entries(self, path: str, start: str, prefix: str, saved: RequestedEntries) -> None:
+        names = [name.removeprefix(prefix) for name in saved.below(f"{prefix}{start}")]
+        forms = {name: form for name in names if (form := saved.tensor(f"{prefix}{name}")) and _EXTRA_STATE not in name}
+        own = {
+            name: value
+            for name, value in self.entries.items()
+            if name.startswith(start) and isinstance(value, torch.Tensor) and _EXTRA_STATE not in name
+        }
+        if all(name in own and own[name].shape == form.shape for name, form in forms.items()):
+            return
+        same = (own[name].dtype == form.dtype or saved.allow_cast for name, form in forms.items() if name in own)
+        if not own or not all(map(is_resizable, own.values())) or not all(same):
+            return
+        first = next(iter(own))
+        new = {name: new_tensor(form.shape, form.order, form.dtype, own[first].device) for name, form in forms.items()}
+        versions = {
+            module.removeprefix(start): saved.module_versions.get(module_name(prefix[:-1], module), version)
+            for module, version in (versions_of(self.entries) or {}).items()
+            if f"{module}.".startswith(start)
+        }
+        versions[""] = saved.module_versions[module_name(prefix[:-1], path)]
+        relative = {name.removeprefix(start): tensor for name, tensor in new.items()}
+        if takes_older(self._module.get_submodule(self._module_paths[path]), relative, versions):
+            stem = self._keys[first].removesuffix(first.removeprefix(start))
+            for name in own:
+                del self.entries[name]
+            self.entries.update(new)
+            self._keys.update({name: f"{stem}{name.removeprefix(start)}" for name in new if name not in self._keys})
+
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Pass loaded entries to the module. Raises KeyMismatchError for entries that it does not accept."""
+        given = versions_of(loaded)
+        if given is not None:
+            given = {self._module_paths.get(path, path): version for path, version in given.items()}
         # strict=False: missing and unexpected entries were reported before the load.
         if self._fsdp1 is not None:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-            result = set_model_state_dict(self._fsdp1, dict(loaded), options=StateDictOptions(strict=False))
+            state_dict = new_dict(dict(loaded), False, given)
+            result = set_model_state_dict(self._fsdp1, state_dict, options=StateDictOptions(strict=False))
         else:
-            # The original object, because its metadata has the versions of the submodules.
-            self._state_dict.update({key: loaded[name] for name, key in self._keys.items()})
+            for name, key in self._keys.items():
+                if name in loaded:
+                    self._state_dict[key] = loaded[name]
+                else:
+                    self._state_dict.pop(key, None)
+            if given is not None:
+                put_versions(self._state_dict, {**(versions_of(self._state_dict) or {}), **given})
             result = self._module.load_state_dict(self._state_dict, **self._options)
         untaken = [key for key in getattr(result, "unexpected_keys", ()) if not self._is_in_place(key)]
         if untaken:

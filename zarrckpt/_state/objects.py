@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.module_versions import versions_of
 from zarrckpt._ranks.group import global_rank
-from zarrckpt._state.flatten import OwnRank
+from zarrckpt._state.flatten import OwnRank, new_dict
 from zarrckpt._state.modules import DictMatch, ModuleState, fsdp1_of, match_state_dict, parameter_names
 from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, saved_state
@@ -89,7 +90,7 @@ class PlainState:
 def convert_for_save(state: Mapping[Any, Any]) -> PlainState:
     """Return the state to save. An optimizer without a step is saved without state, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
-        return PlainState(dict(state))
+        return PlainState(new_dict(dict(state), False, versions_of(state)))
     return _Converter(state, None, lambda prefix, entry: global_rank()).convert()
 
 
@@ -138,7 +139,8 @@ class _Converter:
 
     def convert(self) -> PlainState:
         state = self._state
-        self._plain.state = in_order(state, lambda key: self._convert(state[key], (key,)))
+        converted = in_order(state, lambda key: self._convert(state[key], (key,)))
+        self._plain.state = new_dict(converted, False, versions_of(state))
         return self._plain
 
     def _convert(self, value: Any, keys: Keys) -> Any:

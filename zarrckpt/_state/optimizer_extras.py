@@ -115,7 +115,7 @@ class ExtraState:
         for part, rows in self._rows.items():
             outer = state_dict if len(part) == 1 else state_dict[part[0]]
             targets = [(path, self._target(fqn, device)) for path, fqn in rows]
-            outer[part[-1]] = build(targets, self._depth + len(part))
+            outer[part[-1]] = build(targets, {}, self._depth + len(part))
 
     def _target(self, fqn: str, device: torch.device) -> torch.Tensor | None:
         entry: SavedTensor | None = self._saved.tensor(fqn)

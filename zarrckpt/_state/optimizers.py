@@ -260,7 +260,7 @@ class OptimizerTarget:
                 rows.append((path, saved.value(fqn) if form is None else blank_tensor(form.shape, form.dtype)))
         except CheckpointError:  # The load itself raises it, or allows pickles.
             return None
-        given = build(rows, len(self.keys))
+        given = build(rows, {}, len(self.keys))
         if not isinstance(given, dict) or not isinstance(given.get("param_groups"), list):
             return None
         groups = dict(enumerate(given["param_groups"]))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zarrckpt._ranks.torch_private import submodule
-from zarrckpt._state.flatten import flatten
+from zarrckpt._state.flatten import flatten, new_dict
 from zarrckpt._state.local_boxes import LocalBoxes, to_local_boxes
 from zarrckpt._state.saved_entries import RequestedEntries
 from zarrckpt._state.tensors import new_tensor
@@ -41,7 +41,7 @@ def new_extra_state(fqn: str, value: Any, saved: RequestedEntries) -> Any:
 
     Extra state that has the saved shape and dtype already, or is sharded, stays the target.
     """
-    leaves, _ = flatten({fqn: value})
+    leaves = flatten({fqn: value})[0]
     if any(isinstance(to_local_boxes(fqn, leaf), LocalBoxes) for leaf in leaves.values()):
         return value
     form = saved.tensor(fqn)
@@ -83,12 +83,22 @@ def _owner(module: nn.Module, key: str) -> tuple[nn.Module, str]:
     return (module, key) if inner is None or not rest else _owner(inner, rest)
 
 
-def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
-    # deepcopy uses the memo's meta tensors instead of the tensors, so the copy has no data.
-    memo: dict[int, Any] = {id(tensor): _without_data(tensor) for tensor in tensors}
+def takes_older(module: nn.Module, tensors: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> bool:
+    """Return whether a module loads tensors that other versions of its submodules saved, without missing ones.
+
+    A copy without data tries it. ``versions`` are those of the submodules by their paths.
+    """
+    state_dict = new_dict({name: tensor.to("meta") for name, tensor in tensors.items()}, True, versions)
     try:
-        trial = copy.deepcopy(module, memo)
+        result = _copy_without_data(module).load_state_dict(state_dict, strict=False)
+        return all(key.endswith("_extra_state") for key in (*result.missing_keys, *result.unexpected_keys))
+    except Exception:  # The module's own code raised: it does not accept these tensors.
+        return False
+
+
+def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
+    try:
+        trial = _copy_without_data(module)
         state = trial.state_dict()
         state.update({name: torch.empty_like(state[name], device="meta").new_empty(shapes[name]) for name in shapes})
         trial.load_state_dict(state, strict=False)
@@ -96,6 +106,12 @@ def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
     except Exception:  # The module's own code raised: it does not accept these shapes.
         return False
     return all(loaded[name].shape == shape for name, shape in shapes.items())
+
+
+def _copy_without_data(module: nn.Module) -> nn.Module:
+    tensors = [*module.parameters(), *module.buffers()]
+    # deepcopy uses the memo's meta tensors instead of the tensors, so the copy has no data.
+    return copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

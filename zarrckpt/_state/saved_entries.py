@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
+from zarrckpt._format.module_versions import Versions, flat_versions
 from zarrckpt._format.state_path import StatePath
 
 KeyPattern = tuple[str | None, ...]
@@ -36,9 +38,15 @@ class SavedEntries:
     """The names of renamed entries in the checkpoint, by new name."""
     parameters: Mapping[KeyPattern, Mapping[str, str]] = field(default_factory=dict)
     """The new names of each optimizer's renamed parameters by old name, by the keys of the optimizer in the state."""
-
     optimizers: Mapping[str, str] = field(default_factory=dict)
     """The names of the classes of optimizers, by their fqns in the checkpoint."""
+    versions: Versions = field(default_factory=dict)
+    """The versions of modules."""
+
+    @cached_property
+    def module_versions(self) -> dict[str, int]:
+        """The versions of modules by flat name."""
+        return flat_versions(self.versions)
 
     def stored_name(self, name: str) -> str:
         """Return the name in the checkpoint of an entry."""
@@ -69,6 +77,7 @@ class RequestedEntries:
         self._everything = everything
         self.allow_cast = allow_cast
         self.is_requested = is_requested
+        self.module_versions = saved.module_versions
 
     def wants(self, prefix: str) -> bool:
         """Whether the load requests an object whose entries begin with a prefix."""

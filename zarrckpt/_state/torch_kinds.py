@@ -8,6 +8,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""The attributes in which torch.compile and activation checkpointing store the wrapped module."""
+
+FSDP1_SEGMENT = "_fsdp_wrapped_module"
+"""The attribute in which FSDP1 stores the wrapped module. Torch's functions remove it from keys, not from metadata."""
+
 
 def is_dtensor(value: object) -> bool:
     """Whether a value is a DTensor."""

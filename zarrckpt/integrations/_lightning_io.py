@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -9,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -229,7 +230,10 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
                     *(url, foreign[0], ", ".join(sorted(folders))),
                 )
                 cleaned[name] = state
-        return {**checkpoint, **({"callbacks": {**states, **cleaned}} if cleaned and states else {})}
+        found: Any = copy.copy(checkpoint)  # with the versions of modules, if it is a state dict
+        if cleaned and states:
+            found["callbacks"] = {**states, **cleaned}
+        return cast(dict[str, Any], found)
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """Return a text for each value of a state that these settings refuse to save."""

@@ -111,6 +111,7 @@ class ShardedStrategy:
         weights_only: bool | None,
         strict: bool = True,
         keys: list[str] | None = None,
+        rename: dict[str, str] | None = None,
     ) -> None:
         plugin = self.checkpoint_io
         zarrckpt.load(
@@ -118,6 +119,7 @@ class ShardedStrategy:
             url,
             strict=strict,
             keys=keys,
+            rename=rename,
             allow_pickle=plugin.allow_pickle and not weights_only,
             storage_options=plugin.storage_options,
         )

@@ -6,6 +6,7 @@ Sharded strategies put the model and optimizers themselves into the state, so th
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -234,7 +235,7 @@ class _TrainerStrategy(ShardedStrategy):
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         self._given_weights = get_model_state_dict(self.model)
-        return dict(self._given_weights)
+        return copy.copy(self._given_weights)  # with the versions of modules
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return the optimizer itself in place of its state. The save reads the state from it."""
@@ -346,9 +347,7 @@ class _FabricStrategy(ShardedStrategy):
         if found is None:
             return dict(super().load_checkpoint(url, state, strict, weights_only))  # type: ignore[misc]
         if isinstance(state, torch.nn.Module):
-            from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-            self._load(get_model_state_dict(state), url, weights_only=weights_only, strict=strict)
+            self._load({"model": state}, url, weights_only=weights_only, strict=strict, rename={"": "model."})
             return {}
         if not isinstance(state, dict) or not state:
             raise NotImplementedError(
