@@ -190,8 +190,8 @@ def _refuse_compressed(source: str | BinaryIO) -> int:
     ]
     if odd or total > file_bytes:
         raise ValueError(
-            f"the archive of {file_bytes} bytes has compressed members ({total} bytes in all, {odd[:3]}). torch.save never "
-            "compresses"
+            f"the archive of {file_bytes} bytes has compressed members of {total} bytes in all ({odd[:1]}). torch.save "
+            "never compresses"
         )
     source.seek(begin)
     return file_bytes
