@@ -183,15 +183,10 @@ def _refuse_compressed(source: str | BinaryIO) -> int:
         total = sum(map(reader.get_record_size, reader.get_all_records()))
     except Exception as err:  # a parser on any input
         raise ValueError(f"the archive is damaged: {type(err).__name__}: {err}") from err
-    odd = [
-        item.filename
-        for item in members
-        if item.compress_type != zipfile.ZIP_STORED or item.file_size != item.compress_size
-    ]
-    if odd or total > file_bytes:
+    stored = all(item.compress_type == zipfile.ZIP_STORED and item.file_size == item.compress_size for item in members)
+    if not stored or total > file_bytes:
         raise ValueError(
-            f"the archive of {file_bytes} bytes has compressed members of {total} bytes in all ({odd[:1]}). torch.save "
-            "never compresses"
+            f"the archive of {file_bytes} bytes has compressed members of {total} bytes in all. torch.save never compresses"
         )
     source.seek(begin)
     return file_bytes

@@ -39,7 +39,6 @@ from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import UNCHECKED_SUBCHUNKS, Catalog
 from zarrckpt._read.chunks import request_ranges
 
-
 FaultText = str | None
 """A description of an object's damage, or None."""
 
