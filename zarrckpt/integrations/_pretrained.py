@@ -352,7 +352,7 @@ _KEPT_TEXTS = {
     *("peft_type", "peft_version", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type"),
     *("trainable_token_indices", "variant", "wavelet_family"),
 }
-"""Members of an adapter's configuration that are exported although they contain texts. PEFT imports no code for them."""
+"""Members of an adapter's configuration that are exported although they contain texts, since they name no code."""
 
 
 def _kept_members(ckpt: zarrckpt.Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
