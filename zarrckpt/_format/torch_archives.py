@@ -186,7 +186,7 @@ def _refuse_compressed(source: str | BinaryIO) -> int:
     stored = all(item.compress_type == zipfile.ZIP_STORED and item.file_size == item.compress_size for item in members)
     if not stored or total > file_bytes:
         raise ValueError(
-            f"the archive of {file_bytes} bytes has compressed members of {total} bytes in all. torch.save never compresses"
+            f"the archive of {file_bytes} bytes has compressed members ({total} bytes in all): torch.save writes none"
         )
     source.seek(begin)
     return file_bytes
