@@ -65,7 +65,7 @@ class Grid(NamedTuple):
 
     @property
     def counts(self) -> Ints:
-        """The number of chunks along each dimension. All are zero if the array has no elements."""
+        """The number of chunks along each dimension. It is zero if the array has no elements along the dimension."""
         return _counts(self.shape, self.chunk_shape)
 
     @property
@@ -119,8 +119,6 @@ class Grid(NamedTuple):
 @functools.lru_cache(4096)
 def _counts(shape: Ints, cell: Ints) -> Ints:
     """Return the number of cells along each dimension. Cached, because a model has few shapes, each used often."""
-    if not all(shape):
-        return (0,) * len(shape)
     return tuple(-(-n // c) for n, c in zip(shape, cell, strict=True))
 
 
