@@ -15,13 +15,19 @@ import warnings
 log = logging.getLogger("zarrckpt")
 
 _CONTROLS = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+    "[\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800"
+    "\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
 )
-"""Characters with an effect on terminals and editors: controls, line separators, text directions; lone surrogates."""
+"""Characters that are not seen, or change the text around them.
+
+These are controls, line separators, text directions, characters without a glyph (Unicode's Default_Ignorable_Code_Point
+and the empty Braille pattern), and lone surrogates.
+"""
 
 
 def one_line(text: str) -> str:
-    """Return a text with escaped control characters, because names, paths and servers' answers can contain any."""
+    """Return a text with escaped invisible characters, because names, paths and servers' answers can contain any."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

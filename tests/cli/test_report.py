@@ -452,6 +452,21 @@ def test_an_existing_page_is_kept(saved: Path, tmp_path: Path) -> None:
     assert Page(target).tensors
 
 
+def test_a_link_is_replaced_and_never_followed(saved: Path, tmp_path: Path) -> None:
+    outside, target = tmp_path / "outside", tmp_path / "page.html"
+
+    def plant(done: int, total: int) -> None:
+        if not target.is_symlink():
+            target.symlink_to(outside)
+
+    with pytest.raises(zarrckpt.StorageError, match="exists already"):
+        zarrckpt.report(saved, target, progress=plant)
+    assert target.is_symlink() and not outside.exists()
+    outside.write_text("mine")
+    zarrckpt.report(saved, target, overwrite=True)
+    assert outside.read_text() == "mine" and not target.is_symlink() and Page(target).tensors
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

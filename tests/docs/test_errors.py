@@ -51,6 +51,21 @@ CONTROLS = "\x1b[2J\x07\x9b\u202e\u2066\u2028\x00"
 """Sequences that terminals obey: erase, ring, change the direction of text, break lines."""
 
 
+@pytest.mark.parametrize(
+    "number", [0xAD, 0x115F, 0x1160, 0x180E, 0x200B, 0x200D, 0x2060, 0x2800, 0x3164, 0xFE0F, 0xFFA0]
+)
+def test_invisible_characters_are_escaped(number: int, tmp_path: Path) -> None:
+    name = f"model{chr(number)}"
+    zarrckpt.save({name: torch.ones(1), "text": name}, tmp_path / name)
+    shown = [CliRunner().invoke(main, [command, str(tmp_path / name)]).output for command in ("ls", "tree", "info")]
+    shown.append(CliRunner().invoke(main, ["cat", str(tmp_path / name), "text"]).output)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError) as error:
+        zarrckpt.open(tmp_path / name / "nothing")
+    escaped = chr(number).encode("unicode_escape").decode()
+    for text in (*shown, str(error.value)):
+        assert f"model{escaped}" in text and chr(number) not in text
+
+
 def test_no_message_commands_a_terminal(tmp_path: Path, s3_stub: S3Server, caplog: pytest.LogCaptureFixture) -> None:
     """No escape sequence in texts from servers and folders, nor in notes, causes, warnings, log lines and output."""
     shown, evil = [], CONTROLS[:-1]

@@ -647,14 +647,62 @@ def test_sparse_tensors_must_fit_their_shape() -> None:
     assert torch.equal(through_blob((good,), "torch")[0].to_dense(), good.to_dense())
 
 
-def test_compressed_torch_archives_are_refused() -> None:
+def _packed(value: object, method: int, largest: int = 1 << 30) -> tuple[bytes, int]:
+    """Return an archive of torch.save, packed again, and where its directory begins. Larger members become empty."""
     stream, packed = io.BytesIO(), io.BytesIO()
-    torch.save((torch.zeros(1 << 20),), stream)
-    with zipfile.ZipFile(stream) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in whole.namelist():
-            archive.writestr(name, whole.read(name))
-    with pytest.raises(CorruptCheckpointError, match=r"'k'.*compressed"):
-        decode_blob("k", "torch", "builtins.tuple", packed.getvalue())
+    torch.save(value, stream)
+    with zipfile.ZipFile(stream) as whole, zipfile.ZipFile(packed, "w", method) as archive:
+        for info in whole.infolist():
+            archive.writestr(info.filename, whole.read(info) if info.file_size < largest else b"")
+    data = packed.getvalue()
+    return data, struct.unpack_from("<I", data, len(data) - 6)[0]
+
+
+def _with_two_directories(value: object) -> bytes:
+    """Return an archive whose members are compressed for torch, and stored for Python's zipfile.
+
+    Python takes the directory before the end record, torch the one at the offset in it.
+    """
+    bomb, at = _packed(value, zipfile.ZIP_DEFLATED)
+    plain, plain_at = _packed(value, zipfile.ZIP_STORED, 999)
+    end, own = bomb[-22:], bytearray(plain[plain_at:-22])
+    offset, shift = 0, len(bomb) - 22 - (len(bomb) - 22 + plain_at - at)
+    while offset < len(own):  # Python adds the distance of the directory from its place to the offsets of members.
+        place = struct.unpack_from("<I", own, offset + 42)[0]
+        struct.pack_into("<I", own, offset + 42, place + shift)
+        offset += 46 + sum(struct.unpack_from("<3H", own, offset + 28))
+    return bomb[:-22] + plain[:plain_at] + bytes(own) + end
+
+
+def _with_one_member_for_many_names(value: list[torch.Tensor]) -> bytes:
+    """Return an archive whose pickle names one member in upper and lower case letters, for torch the same name."""
+    stream, packed = io.BytesIO(), io.BytesIO()
+    torch.save(value, stream)
+    with zipfile.ZipFile(stream) as whole, zipfile.ZipFile(packed, "w") as archive:
+        code = whole.read("archive/data.pkl")
+        for number in range(len(value)):
+            name = "".join("aA"[number >> bit & 1] for bit in range(6))
+            old = b"X" + struct.pack("<I", len(str(number))) + str(number).encode()
+            code = code.replace(old, b"X" + struct.pack("<I", 6) + name.encode())
+        members = {"data.pkl": code, "data/aaaaaa": whole.read("archive/data/0")}
+        members |= {name: whole.read(f"archive/{name}") for name in ("version", "byteorder")}
+        for name, data in members.items():
+            archive.writestr(f"archive/{name}", data)
+    return packed.getvalue()
+
+
+def test_compressed_torch_archives_are_refused() -> None:
+    large = (torch.zeros(1 << 20),)
+    for payload in (_packed(large, zipfile.ZIP_DEFLATED)[0], _with_two_directories(large)):
+        with pytest.raises(CorruptCheckpointError, match=r"'k'.*compressed"):
+            decode_blob("k", "torch", "builtins.tuple", payload)
+
+
+def test_members_of_torch_archives_are_read_once() -> None:
+    payload = _with_one_member_for_many_names([torch.full((250_000,), float(n)) for n in range(64)])
+    assert len(torch.load(io.BytesIO(payload))) == 64  # 64 MB of 1 MB
+    with pytest.raises(CorruptCheckpointError, match=r"'k' is damaged"):
+        decode_blob("k", "torch", "builtins.list", payload)
 
 
 def test_loads_are_safe_despite_torchs_environment_variable(

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -478,6 +479,33 @@ def test_adapters_are_exported_for_peft(adapters_only: bool) -> None:
     model.save_pretrained("expected")
     own, exported = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("expected", "folder"))
     assert own.keys() == exported.keys()
+    config = dataclasses.replace(LoraConfig.from_pretrained("expected"), auto_mapping=None)  # names a class
+    assert LoraConfig.from_pretrained("folder") == config
+
+
+def test_exported_adapters_name_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = {"peft_type": "LORA", "r": 2, "rank_pattern": {"q": 2}, "target_modules": ["q"], "later_option": [1, 2.5]}
+    code = {
+        "megatron_core": "planted",
+        "megatron_config": {"tensor_model_parallel_size": 1},
+        "auto_mapping": {"parent_library": "planted", "base_model_class": "Model"},
+        "tokenizer_kwargs": {"trust_remote_code": True},
+        "later_code": ["planted"],
+    }
+    from peft import PeftModel
+
+    weights = {f"base_model.model.q.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
+    described = {"peft_config": json.dumps({"default": {**data, **code}})}
+    zarrckpt.save({"model": weights, "trainer": described}, "checkpoint")
+    with pytest.warns(UserWarning, match=r"'later_code'.*'megatron_core'.*may name code"):
+        export_pretrained("checkpoint", "folder")
+    assert json.loads(Path("folder/adapter_config.json").read_text()) == {**data, "inference_mode": True}
+    model = torch.nn.Module()
+    model.q = torch.nn.Linear(2, 2)
+    PeftModel.from_pretrained(model, "folder")
+    assert "planted" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/victim", "a/b", "..", ".", ""])

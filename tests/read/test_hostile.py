@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -205,25 +207,55 @@ def test_the_unchanged_root_opens(forgery: Forgery) -> None:
     assert zarrckpt.open(forgery.folder)["x"] == nest(20)
 
 
-@pytest.mark.parametrize(("extent", "chunks"), [(2**58, None), (2**40, 2**20), (2**30, 1), (2**45, 1)])
-def test_claimed_sizes_allocate_no_memory(extent: int, chunks: int | None, forgery: Forgery) -> None:
+@pytest.mark.parametrize(
+    ("extents", "chunks"), [([2**58], None), ([2**40], 2**20), ([2**30], 1), ([2**45], 1), ([2**15, 2**15], 1)]
+)
+def test_claimed_sizes_allocate_no_memory(
+    extents: list[int], chunks: int | None, forgery: Forgery, tmp_path: Path
+) -> None:
     """Nothing is listed or allocated for chunks that are not stored, and nothing waits forever for memory."""
-    shape(forgery, "model/w", extent, chunks=chunks)
+    shape(forgery, "model/w", *extents, chunks=chunks)
     forgery.write()
     ckpt = zarrckpt.open(forgery.folder)
+    copied, part = tmp_path / "copy", ckpt.select("model.w")
     reads: list[Callable[[], Any]] = [
+        lambda: zarrckpt.copy(part, copied),
+        lambda: zarrckpt.copy(part, copied, dtype={"model.w": "float16"}),
+        lambda: zarrckpt.copy(part, copied, chunks=[1] * len(extents)),
+        lambda: zarrckpt.copy(part, tmp_path / "copy.zarr.zip", max_chunk_bytes=4096),
+        lambda: zarrckpt.report(part, tmp_path / "page.html"),
+        lambda: zarrckpt.diff(part, part),
+        lambda: part.stats(),
+        lambda: [*part.iter_tensors()],
+        lambda: zarrckpt.to_dcp(part, tmp_path / "dcp"),
+        lambda: zarrckpt.to_safetensors(part, tmp_path / "safetensors"),
         lambda: ckpt["model.w"][...],
         lambda: ckpt.read(["model.w"]),
         lambda: zarrckpt.load({"model": None}, forgery.folder),
         lambda: ckpt.verify().raise_if_damaged(),
         lambda: ckpt.verify(quick=True).raise_if_damaged(),
     ]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for read in reads:
         with pytest.raises(CheckpointError):
             read()
+    assert time.monotonic() - began < 30 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
     if chunks is not None:
+        assert not copied.exists() and not (tmp_path / "copy.zarr.zip").exists()  # refused before anything is written
         with pytest.raises(CheckpointError):
             ckpt.writers("model.w")
+
+
+def test_an_empty_tensor_of_many_claimed_chunks_costs_nothing(forgery: Forgery, tmp_path: Path) -> None:
+    shape(forgery, "model/empty", 2**40, 0, chunks=1)
+    forgery.write()
+    (forgery.folder / "model/empty/zarr.json").write_bytes(hostile.text_of(forgery.nodes["model/empty"]))
+    part = zarrckpt.open(forgery.folder).select("model.empty")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    zarrckpt.report(part, tmp_path / "page.html")
+    zarrckpt.copy(part, tmp_path / "copy", dtype={"model.empty": "float16"})
+    assert part.verify() and zarrckpt.open(tmp_path / "copy").read()["model.empty"].shape == (2**40, 0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 def test_a_chunk_claimed_to_be_huge_fails_soon(forgery: Forgery) -> None:

@@ -69,8 +69,10 @@ def to_dcp(
     catalog, tensors, values = catalog_of(part), part.tensors, dict(part.non_tensors)
     paths, target = export_paths(part, strip), local_path(folder)
     target = target.rstrip("/") or target
-    for fqn in tensors:
-        catalog.refuse_implausible_size(catalog.root.tensors[fqn])
+    nodes = [catalog.root.tensors[fqn] for fqn in tensors]
+    catalog.refuse_too_many_chunks(*nodes)
+    for node in nodes:
+        catalog.refuse_implausible_size(node)
     _refuse_foreign(target, overwrite)
     # One third each for data that is read, for data in transfer, and for DCP's copies.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), ByteCounter(tensors.nbytes, progress))

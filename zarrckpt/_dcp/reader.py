@@ -180,8 +180,7 @@ class ZarrStorageReader(StorageReader):
         ):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
-            for fqn in {fqn for own in targets for fqn, _ in own}:
-                self._catalog.refuse_too_many_chunks(nodes[fqn])
+            self._catalog.refuse_too_many_chunks(*(nodes[fqn] for fqn in {fqn for own in targets for fqn, _ in own}))
             limit = max(1, self._options.max_inflight_bytes // 4)
             shares = plan_shares(range(len(plans)), nodes, boxes_of_ranks(targets), len(plans), limit)
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares.values()) else None

@@ -17,6 +17,8 @@ from zarrckpt._format.wire import record
 
 Ints = tuple[int, ...]
 
+_COPIED_NUMBERS = 1 << 16
+
 
 @record
 class Box(NamedTuple):
@@ -151,4 +153,15 @@ def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:
 def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:
     if not box.size:
         return iter(())
-    return itertools.product(*(range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)))
+    return product([range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)])
+
+
+def product(ranges: Sequence[range]) -> Iterator[Ints]:
+    """Return ``itertools.product`` of ranges. That would first copy them, so long ones are passed one by one.
+
+    A damaged document can claim any number of chunks.
+    """
+    if max(map(len, ranges), default=0) <= _COPIED_NUMBERS:
+        return itertools.product(*ranges)
+    *outer, last = ranges
+    return ((*first, number) for first in product(outer) for number in last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import threading
 import zipfile
@@ -25,6 +26,35 @@ ALLOW = "allow safe types with torch.serialization.add_safe_globals, or run all 
 _SWITCH = ForkSafeLock(threading.RLock)
 
 
+class _LimitedReads(io.RawIOBase):
+    """A file of ``torch.save`` that ends after reads of twice its size, and of some headers.
+
+    torch ignores case when it searches a member. So a pickle of 1 MB can name one member a million times.
+    """
+
+    def __init__(self, file: BinaryIO, file_bytes: int) -> None:
+        self._file, self._left = file, 2 * file_bytes + 2**20
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any, /) -> int:
+        # torch replaces errors that are raised here by an unrelated one.
+        data = self._file.read(min(len(buffer), self._left))
+        self._left -= len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
 def load_torch(
     source: str | BinaryIO, *, weights_only: bool = True, mmap: bool = False, refused: Sequence[str] = ()
 ) -> Any:
@@ -32,19 +62,20 @@ def load_torch(
 
     Objects of the ``refused`` types become a :class:`RefusedObject`, and no code of these types runs.
 
-    Raises ValueError for an archive with compressed members. They could be a thousand times larger than the file. Also
-    raises the errors of ``torch.load``, which can be any error for bad input.
+    Raises ValueError for an archive with compressed members, and if members are larger than the file or read several
+    times. Also raises the errors of ``torch.load``, which can be any error for bad input.
     """
     import torch
 
-    _refuse_compressed(source)
+    file_bytes = _refuse_compressed(source)
+    file: Any = source if isinstance(source, str) else _LimitedReads(source, file_bytes)
     check_sparse_tensors: Any = torch.sparse.check_sparse_tensor_invariants
     stand_ins: list[Any] = []
     for name in refused:
         own = {"refused_name": name, "_thread": threading.get_ident()}
         stand_ins.append((RefusedType("RefusedObject", (RefusedObject,), own), name))
     with _SWITCH, check_sparse_tensors(), torch.serialization.safe_globals(stand_ins):
-        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=weights_only)
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=weights_only)
 
 
 def refused_types(source: str | BinaryIO) -> list[str]:
@@ -56,6 +87,7 @@ def refused_types(source: str | BinaryIO) -> list[str]:
     import torch
 
     with contextlib.suppress(Exception):  # a parser on any input
+        _refuse_compressed(source)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
     return []
 
@@ -126,22 +158,35 @@ def refuse_expanded(value: object, file_bytes: int) -> None:
         found += [(item, depth + 1) for item in inner]
 
 
-def _refuse_compressed(source: str | BinaryIO) -> None:
+def _refuse_compressed(source: str | BinaryIO) -> int:
+    """Return a file's size in bytes. Raises ValueError for an archive with compressed members, or with larger ones.
+
+    Python shows whether members are compressed, and torch the sizes that it will read. They may find two directories.
+    """
+    import torch
+
     if isinstance(source, str):
         with open(source, "rb") as file:
             return _refuse_compressed(file)
     begin = source.tell()
+    file_bytes = source.seek(0, io.SEEK_END)
+    source.seek(begin)
     head = source.read(len(ARCHIVE))
     source.seek(begin)
     if head != ARCHIVE:  # torch's older formats, which have no members
-        return None
+        return file_bytes
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
+        source.seek(begin)
+        reader = torch._C.PyTorchFileReader(source)
+        total = sum(map(reader.get_record_size, reader.get_all_records()))
     except Exception as err:  # a parser on any input
         raise ValueError(f"the archive is damaged: {type(err).__name__}: {err}") from err
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise ValueError(f"the archive has the compressed member {member.filename!r}. torch.save never compresses")
+    stored = all(item.compress_type == zipfile.ZIP_STORED and item.file_size == item.compress_size for item in members)
+    if not stored or total > file_bytes:
+        raise ValueError(
+            f"the archive of {file_bytes} bytes has compressed members ({total} bytes in all): torch.save writes none"
+        )
     source.seek(begin)
-    return None
+    return file_bytes

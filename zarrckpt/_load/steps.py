@@ -201,8 +201,9 @@ class _RankLoad:
             on_coordinator=lambda found: [data for data in found if data is not None],
         )
         boxes = gather_boxes(AllDescriptions.from_packed(packed, request.numbers, rounds.members))
-        limit = max(1, self._request.options.max_inflight_bytes // 4)
-        return plan_shares((rounds.rank,), self.catalog.root.tensors, boxes, rounds.size, limit)[rounds.rank]
+        limit, nodes = max(1, self._request.options.max_inflight_bytes // 4), self.catalog.root.tensors
+        self.catalog.refuse_too_many_chunks(*(nodes[fqn] for fqn in boxes))
+        return plan_shares((rounds.rank,), nodes, boxes, rounds.size, limit)[rounds.rank]
 
     def read(self, shares: Shares | None, accepted: Mask) -> None:
         """Read this rank's values and fill its tensors. ``accepted`` are the accepted offers of all ranks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ def copy(
     target = StoreSpec(url, storage_options).open()
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
+    _refuse_claims(catalog, part, new_grids=bool(changes.chunks) or max_chunk_bytes is not None)
     root = dataclasses.replace(changed(select_entries(catalog.root, list(part)), changes), save_id=new_id(), tree="")
     marker = dataclasses.replace(marker_of(root), started=now())
     attempt = attempts.begin(target, marker, overwrite=overwrite)
@@ -118,6 +119,18 @@ def copy(
     report = running.report(began, changes.casts.uncast)
     warn_of_overflow(report.overflowed)
     return report
+
+
+def _refuse_claims(source: Catalog, names: Iterable[str], *, new_grids: bool) -> None:
+    """Raise CorruptCheckpointError for arrays that the source cannot store, before lists of their chunks are made.
+
+    Makes a request for the tables if there are many chunks. If arrays get new grids, makes one for each large array.
+    """
+    nodes = [node for name in names if (node := source.root.array(name)) is not None]
+    source.refuse_too_many_chunks(*nodes)
+    with source.explaining_damage():
+        for node in nodes if new_grids else []:
+            source.stored_array(node).refuse_unstored()
 
 
 def select_entries(root: Root, names: Sequence[str]) -> Root:

@@ -36,14 +36,8 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, DIGESTS, SIZES, WRITERS, table_node
 from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
-from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.catalog import UNCHECKED_SUBCHUNKS, Catalog
 from zarrckpt._read.chunks import request_ranges
-
-_UNSTORED = 1 << 16
-"""Maximum number of missing chunks that are checked if the table of checksums is damaged too.
-
-A damaged document can have any number of chunks.
-"""
 
 FaultText = str | None
 """A description of an object's damage, or None."""
@@ -204,7 +198,7 @@ class _Verification:
         root = self._catalog.root
         length = root.checksums.length
         stored = listed.get(table_node(root.save_id, CHECKSUMS, length).chunk_key((0,)), 0)
-        return stored >= 4 * length or length <= len(listed) + _UNSTORED
+        return stored >= 4 * length or length <= len(listed) + UNCHECKED_SUBCHUNKS
 
     def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
         """Whether an object is listed with the expected size. Adds a damage if not."""

@@ -5,13 +5,12 @@ Texts of other ranks are shown to users, so they are shortened and escaped first
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from zarrckpt import _errors
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._format.wire import record
 
 MAX_TEXT = 1 << 15
@@ -20,15 +19,12 @@ MAX_TEXT = 1 << 15
 _MAX_NOTES = 16
 _MAX_KIND = 100
 
-# Control characters, and characters that change the direction of text, without line break and tab.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 def escape_text(text: str, most: int = MAX_TEXT) -> str:
-    """Return a text of another rank for display: shortened, with escaped control characters."""
+    """Return a text of another rank for display: shortened, with escaped invisible characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return printable(text)
 
 
 class LostPeerError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.chunk_codec import BoxTarget
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.grid import Box
+from zarrckpt._format.grid import Box, product
 from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import Job, box_memory
@@ -152,7 +151,7 @@ def _contiguous_boxes(node: ArrayNode, whole: Box, max_bytes: int) -> Iterator[B
     inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
     axis = next((axis for axis, nbytes in enumerate(inner) if nbytes <= max_bytes), len(shape) - 1)
     step = _aligned_rows(node, axis, max(1, max_bytes // inner[axis]))
-    for outer in itertools.product(*map(range, shape[:axis])):
+    for outer in product([*map(range, shape[:axis])]):
         for begin in range(0, shape[axis], step):
             rows = min(step, shape[axis] - begin)
             inside = (*outer, begin, *(0,) * (len(shape) - axis - 1))

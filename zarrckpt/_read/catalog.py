@@ -39,8 +39,8 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._read.chunks import LARGE_BYTES, StoredArray
 from zarrckpt._store import Store, StoreSpec
 
-_UNCHECKED_SUBCHUNKS = 1 << 16
-"""Number of subchunks of an array that readers may put into a list before the length of the table is known."""
+UNCHECKED_SUBCHUNKS = 1 << 12
+"""Number of subchunks that readers may put into a list before the length of the table is known."""
 
 _Parts = Mapping[str, RawArray]
 """The parts of a table by node path."""
@@ -146,13 +146,13 @@ class Catalog:
         plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
         return nbytes - plain + int(sizes.sum(dtype=np.uint64))
 
-    def refuse_too_many_chunks(self, node: ArrayNode) -> None:
-        """Raise CorruptCheckpointError if an array has more chunks than the table has checksums.
+    def refuse_too_many_chunks(self, *nodes: ArrayNode) -> None:
+        """Raise CorruptCheckpointError if arrays have more chunks than the table has checksums.
 
         A damaged document can have any number of chunks, and readers build lists of them. Reads the tables for arrays
-        of more than 65,536 subchunks, and makes no other request.
+        of more than 4,096 subchunks together, and makes no other request.
         """
-        if self._tables is None and node.grid.num_subchunks > _UNCHECKED_SUBCHUNKS:
+        if self._tables is None and sum(node.grid.num_subchunks for node in nodes) > UNCHECKED_SUBCHUNKS:
             # The root has the table's length for all of its arrays. The read fails if the table is shorter.
             self._read_tables()
 

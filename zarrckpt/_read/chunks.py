@@ -79,12 +79,9 @@ class StoredArray(NamedTuple):
     def new_memory(self) -> RawArray:
         """Allocate memory for the whole array, as raw elements.
 
-        A damaged document can have any size. So, for an array above LARGE_BYTES, one request first reads the end of
-        the first chunk. Raises CorruptCheckpointError if it is not stored, CheckpointError if the memory does not
-        suffice.
+        Raises the errors of :meth:`refuse_unstored`, and CheckpointError if the memory does not suffice.
         """
-        if self.node.nbytes > LARGE_BYTES:
-            self.read_end_of_first_chunk()
+        self.refuse_unstored()
         try:
             return box_memory(self.node, self.node.grid.whole)
         except (MemoryError, ValueError) as err:
@@ -92,6 +89,14 @@ class StoredArray(NamedTuple):
                 f"memory for array {self.node.path!r} in {self.store.url} ({self.node.nbytes:,} bytes) cannot be "
                 "allocated: read it in parts, ckpt[name][begin:end]"
             ) from err
+
+    def refuse_unstored(self) -> None:
+        """Raise CorruptCheckpointError for an array above LARGE_BYTES whose first chunk is not stored whole.
+
+        A damaged document can have any size. At most one request.
+        """
+        if self.node.nbytes > LARGE_BYTES:
+            self.read_end_of_first_chunk()
 
     def read_end_of_first_chunk(self) -> None:
         """Read the end of the first chunk, with one request. Raises CorruptCheckpointError if it is not stored."""

@@ -166,14 +166,16 @@ class Store(abc.ABC):
     """The client's exceptions, which :meth:`call` translates to this package's errors."""
     secrets: Sequence[str] = ()
     """Texts that no error may contain."""
+    proxy: str = ""
+    """The proxy of the requests and the setting that names it, for messages; "" if there is none."""
 
-    def hint(self, error: BaseException) -> str:
-        """Return the next step after a client's error, or "" for none."""
+    def hint(self, what: str, error: BaseException) -> str:
+        """Return the next step after a client's error in an operation, or "" for none."""
         return ""
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         """Translate a client's error: name the operation, the url, the reason and the next step, without secrets."""
-        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
+        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(what, error), self.proxy)
 
     def report_repeat(self, what: str, error: BaseException) -> None:
         """Report a client's error after which the request is repeated."""

@@ -20,7 +20,7 @@ from zarrckpt._errors import (
     one_line,
     printable,
 )
-from zarrckpt._store._next_steps import next_step
+from zarrckpt._store._next_steps import next_step, permission_step
 from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
@@ -122,8 +122,9 @@ _REFUSED_CODES = (
     "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
     "|InvalidClientTokenId|SignatureDoesNotMatch|AuthenticationFailed"
 )
+_REFUSED_CODE = re.compile(rf"<Code>({_REFUSED_CODES})</Code>|\(({_REFUSED_CODES})\) when calling")
 _REFUSED_KEYS = re.compile(
-    rf"<Code>({_REFUSED_CODES})</Code>|\(({_REFUSED_CODES})\) when calling|status code: 401\b"
+    rf"{_REFUSED_CODE.pattern}|status code: 401\b"
     r"|performing HEAD (?s:.)*?status code: 40[03]\b|\(40[013]\) when calling the HeadObject"
 )
 """Matches errors of obstore and s3fs if credentials have expired or were revoked. Answers to HEAD give no reason."""
@@ -134,7 +135,9 @@ _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
-def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
+def storage_error(
+    what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "", proxy: str = ""
+) -> StorageError:
     """Return a StorageError with a reason and a cause, both without secrets.
 
     Args:
@@ -143,13 +146,17 @@ def storage_error(what: str, url: str, error: BaseException, known: Sequence[str
         error: the client's error.
         known: secrets to remove.
         hint: the next step, unless the error's code has a more exact one.
+        proxy: the proxy of the requests and the setting that names it.
     """
-    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
+    text = _text_of(error, known)
     step = next_step(text, is_panic(error))
     if not step or refuses_credentials(error):
         # For credentials, the code gives the reason, and the hint names their source.
         step = ". ".join(filter(None, (step, hint)))
-    detail = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
+    unreached = no_answer(error) or "status code: 407" in text
+    detail = _address_fault(text, proxy if unreached else "") or ". ".join(
+        filter(None, (reason(error, known).rstrip("."), step))
+    )
     failure = StorageError(f"{_cut(what)} in {url} failed: {detail}")
     failure.no_bucket = re.search(_NO_BUCKET, text) is not None
     failure.__cause__ = clean_cause(error, known)
@@ -214,11 +221,27 @@ def refuses_credentials(error: BaseException) -> bool:
     return _REFUSED_KEYS.search(_ends(f"{error} {error.__cause__ or ''}")) is not None
 
 
-def _address_fault(text: str) -> str:
+def is_sign_in(error: BaseException) -> bool:
+    """Whether a request failed because obstore got no credentials from the machine's own account."""
+    return "performing token request" in str(error)
+
+
+def permission_hint(cloud: str, what: str, error: BaseException) -> str:
+    """Return the next step after a refusal of ``what`` for lack of a permission, otherwise ""."""
+    text = _text_of(error, ())
+    return "" if _REFUSED_CODE.search(text) else permission_step(cloud, what, text)
+
+
+def _address_fault(text: str, proxy: str) -> str:
     """Return a message with the next step if an error usually means a wrong address, otherwise ""."""
     server = _SERVER.search(text)
-    found = (sentence for words, sentence in _FAULTS if words.search(text))
-    return next(found, "").format(server[0] if server else "the server")
+    named = server[0] if server else "the server"
+    if proxy:
+        return (
+            f"{named} was not reached through the proxy {proxy}. Check that the proxy runs and accepts the host, or "
+            "exclude the host from it with NO_PROXY"
+        )
+    return next((sentence for words, sentence in _FAULTS if words.search(text)), "").format(named)
 
 
 def not_found(key: str, url: str, error: BaseException | None = None, known: Sequence[str] = ()) -> ObjectNotFoundError:
@@ -271,6 +294,10 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
         short = _PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_code_and_message, _scrubbed(text, known)))
         text = _cut(" ".join(short.split()))
     return one_line(f"{type(error).__name__}: {text}") if text else type(error).__name__
+
+
+def _text_of(error: BaseException, known: Sequence[str]) -> str:
+    return _scrubbed(f"{error} {error.__cause__ or ''}", known)
 
 
 def _scrubbed(text: str, known: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
-from zarrckpt._store._url import split_query
+from zarrckpt._store._url import CLOUD, split_query
 
 T = TypeVar("T")
 
@@ -194,10 +194,13 @@ class FsspecStore(ClientStore):
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._filesystems.renewal.call, request), key)
 
-    def hint(self, error: BaseException) -> str:
+    def hint(self, what: str, error: BaseException) -> str:
         filesystems = getattr(self, "_filesystems", None)  # none yet, if it could not be opened
+        hints = [_failures.permission_hint(CLOUD.get(self.url.partition("://")[0].lower(), ""), what, error)]
         if filesystems is not None and filesystems.signs_for_s3 and _failures.refuses_credentials(error):
-            return self.renewal_hint(filesystems.fixed_credentials, filesystems.renewal.error)
+            hints.append(self.renewal_hint(filesystems.fixed_credentials, filesystems.renewal.error))
+        if any(hints):
+            return ". ".join(filter(None, hints))
         if isinstance(error, ImportError):
             package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
             return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"

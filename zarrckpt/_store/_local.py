@@ -47,9 +47,13 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 _STAYS = (*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
 """Error codes that mean that a folder need not or must not be removed."""
 
+_NO_INODES = (
+    "The disk has no free inodes (df -i), so it can hold no further file, even with free space: remove files, save "
+    "elsewhere, or save one file (a path that ends with .zarr.zip)"
+)
 _NEXT_STEP = {
     errno.ENOSPC: "The disk is full: free space, or save elsewhere",
-    errno.EDQUOT: "The disk quota is used up: free space, or save elsewhere",
+    errno.EDQUOT: "The disk quota, of bytes or of files, is used up: free space, or save elsewhere",
     errno.EROFS: "The filesystem is read-only: save elsewhere",
     errno.EACCES: "Permission is denied: check the owner and the mode of the folder",
     errno.EPERM: "The operation is not permitted: check the owner, the mode and the mount of the folder",
@@ -318,8 +322,19 @@ class LocalStore(Store):
 
     # -- operations with translated errors
 
-    def hint(self, error: BaseException) -> str:
-        return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
+    def hint(self, what: str, error: BaseException) -> str:
+        number = getattr(error, "errno", None) or 0
+        return _NO_INODES if number == errno.ENOSPC and self._lacks_inodes() else _NEXT_STEP.get(number, "")
+
+    def _lacks_inodes(self) -> bool:
+        """Whether the disk can hold no further file, although it may have free space."""
+        folder = self._root
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        with suppress(OSError):
+            found = os.statvfs(folder)
+            return found.f_files > 0 and found.f_favail == 0
+        return False
 
     def _read(self, key: str, path: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
         return self.call(f"reading {path!r}", lambda: read_regular(path, max_bytes), key)

@@ -1,4 +1,4 @@
-"""The next step after an error of a server, by the code in its answer."""
+"""The next step after an error of a server, by the code in its answer, and for a refusal by operation."""
 
 from __future__ import annotations
 
@@ -56,6 +56,56 @@ def next_step(text: str, panic: bool) -> str:
     if _WRONG_REGION.search(text):
         return _region_step(text)
     return next((step for words, step in _STEPS_BY_CODE if words.search(text)), "")
+
+
+_PERMISSIONS = {
+    "s3": {
+        "reading": "s3:GetObject (and s3:ListBucket, without which an absent object is a refusal)",
+        "listing": "s3:ListBucket",
+        "writing": "s3:PutObject",
+        "deleting": "s3:DeleteObject",
+        "copying": "s3:GetObject and s3:PutObject",
+    },
+    "gs": {
+        "reading": "storage.objects.get",
+        "listing": "storage.objects.list",
+        "writing": "storage.objects.create (and storage.objects.delete, to replace an object)",
+        "deleting": "storage.objects.delete",
+        "copying": "storage.objects.get and storage.objects.create",
+    },
+    "az": {
+        "reading": "Microsoft.Storage/storageAccounts/blobServices/containers/blobs/read",
+        "listing": "Microsoft.Storage/storageAccounts/blobServices/containers/blobs/read (for a SAS: list)",
+        "writing": "Microsoft.Storage/storageAccounts/blobServices/containers/blobs/write",
+        "deleting": "Microsoft.Storage/storageAccounts/blobServices/containers/blobs/delete",
+        "copying": "Microsoft.Storage/storageAccounts/blobServices/containers/blobs/read and .../blobs/write",
+    },
+}
+"""The provider's name of the permission that an operation needs, by cloud and by the first word of its description."""
+_VERBS = {"creating": "writing", "replacing": "writing"}
+_NAMED_PERMISSION = re.compile(r"not authorized to perform: ([\w:*-]+)|does not have ([\w.]+) (?:access|permission)")
+"""Matches the permission in answers of Amazon and Google. It may be another one, such as kms:GenerateDataKey."""
+_REFUSAL = re.compile(
+    r"status code: 403\b|\b(AccessDenied|Forbidden|AuthorizationFailure|AuthorizationPermissionMismatch)\b"
+    r"|\b(InsufficientAccountPermissions|AuthorizationResourceTypeMismatch|AuthorizationServiceMismatch)\b"
+)
+
+
+def permission_step(cloud: str, what: str, text: str) -> str:
+    """Return the next step if a server refused an operation for lack of a permission, otherwise "".
+
+    Args:
+        cloud: "s3", "gs" or "az".
+        what: the operation, such as "deleting 'k'".
+        text: the text of the error and its cause.
+    """
+    verb = what.partition(" ")[0]
+    needed = _PERMISSIONS.get(cloud, {}).get(_VERBS.get(verb, verb), "")
+    if found := _NAMED_PERMISSION.search(text):
+        needed = found[1] or found[2]
+    elif not _REFUSAL.search(text):
+        return ""
+    return f"The credentials need the permission {needed}: check their policy and that of the bucket" if needed else ""
 
 
 def _region_step(text: str) -> str:

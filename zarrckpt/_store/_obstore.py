@@ -23,6 +23,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import DELETES_AT_ONCE, ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
+from zarrckpt._store._machine_account import PUBLIC_STEP, SIGN_IN_STEPS
 from zarrckpt._store._obstore_client import Client, wait_for
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._upload_parts import PART, SPLIT
@@ -56,6 +57,7 @@ class ObstoreStore(ClientStore):
         super().__init__(url, client.prefix, client.conditions, secrets=client.known_secrets)
         self._client = client
         self._bucket = client.bucket
+        self.proxy = client.bucket.proxy
         self._can_copy = self._bucket.copies_at_once
         """False also after a copy has failed for another reason than an absent source."""
 
@@ -294,10 +296,15 @@ class ObstoreStore(ClientStore):
                 "endpoint and the server. To wait longer, pass timeout"
             ) from None
 
-    def hint(self, error: BaseException) -> str:
-        option = self._client.fixed_credentials
+    def hint(self, what: str, error: BaseException) -> str:
+        option, kind = self._client.fixed_credentials, self._bucket.kind
+        if _failures.is_sign_in(error):
+            return f"The machine's own account gives no credentials. {SIGN_IN_STEPS[kind]}{PUBLIC_STEP}"
+        hints = [_failures.permission_hint(kind, what, error)]
         if (option or self._bucket.renewal.is_possible) and _failures.refuses_credentials(error):
-            return self.renewal_hint(option, self._bucket.renewal.error)
+            hints.append(self.renewal_hint(option, self._bucket.renewal.error))
+        if any(hints):
+            return ". ".join(filter(None, hints))
         if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
             return "Check the credentials and their permissions"
         if isinstance(error, FileNotFoundError):

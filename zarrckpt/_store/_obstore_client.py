@@ -22,8 +22,9 @@ from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
+from zarrckpt._store._machine_account import require_azure_account, require_machine_account
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
-from zarrckpt._store._redirects import restrict_redirects
+from zarrckpt._store._redirects import proxy_of, restrict_redirects
 from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import ParsedUrl
@@ -104,6 +105,8 @@ class Bucket:
         """Whether the answer to a copy means that the copy has ended."""
         self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
         self._out = out
+        self.kind, self.proxy = kind, proxy_of(kind, out)
+        self._name = name
         self.server = server
         """A name for the server and the bucket."""
         self._provider = out.credential_provider
@@ -182,11 +185,12 @@ class Bucket:
 
         Raises after about a second if its address is wrong, and after ten seconds if it does not answer.
         """
+        require_machine_account(self.kind, self._name, self._out)
         try:
             result = request()
         except Exception as error:
             # Another thread may have received an answer in the meantime.
-            if not self.answered and _failures.no_answer(error):
+            if not self.answered and (_failures.no_answer(error) or _failures.is_sign_in(error)):
                 raise
             _answered.add(self.server)
             if _failures.refuses_credentials(error):
@@ -266,11 +270,14 @@ def open_client(parsed: ParsedUrl, options: Mapping[str, Any], provider: Callabl
 def _open(parsed: ParsedUrl, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     def translate() -> ClientArguments:
         out = _options.translate(parsed, options, provider)
+        if parsed.kind == "az":
+            require_azure_account(parsed.bucket, parsed.account, out)
         restrict_redirects(parsed.kind, out)
         return out
 
     out = translate()
-    server = f"{parsed.kind} {out.config.get('endpoint')} {parsed.bucket}"
+    endpoint = out.config.get("base_url" if parsed.kind == "gs" else "endpoint")
+    server = f"{parsed.kind} {endpoint} {parsed.account} {parsed.bucket}"
     make = partial(Bucket, parsed.kind, parsed.bucket, out, server, translate if out.renewable else None)
     if parsed.kind != "s3":
         return Client(make(), parsed.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)

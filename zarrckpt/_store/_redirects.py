@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from zarrckpt._errors import StorageError
 from zarrckpt._store._aws import has_keys_in_environment
 from zarrckpt._store._options import ClientArguments, is_true
+from zarrckpt._store._secrets import redact_url
 
 NO_PROXY_THERE = "http://127.0.0.1:0"
 """No server can listen on port 0."""
@@ -125,6 +126,18 @@ def _is_proxied(kind: str, out: ClientArguments, endpoint: str) -> bool:
     direct = direct or bool(found.hostname and urllib.request.proxy_bypass(found.hostname))
     # Requests for credentials may need the proxy although those to the endpoint do not.
     return not (direct and _has_credentials(kind, out))
+
+
+def proxy_of(kind: str, out: ClientArguments) -> str:
+    """Return the proxy of requests to the storage and the setting that names it, or "" if there is none."""
+    own = str(out.client.get("proxy_url") or "")
+    if own:
+        return "" if own == NO_PROXY_THERE else f"{redact_url(own)} (the option proxy_url)"
+    found = urlsplit(_endpoint(kind, out) or "https://")
+    if found.hostname and urllib.request.proxy_bypass(found.hostname):
+        return ""
+    names = [f"{found.scheme}_proxy", f"{found.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
+    return next((f"{redact_url(os.environ[name])} ({name})" for name in names if os.environ.get(name)), "")
 
 
 def _is_of(endpoint: str, domains: tuple[str, ...]) -> bool:

@@ -190,8 +190,8 @@ class ZipStore(Store):
         self._parent.beside_training = self.beside_training
         return min(self.max_concurrency, self._parent.useful_concurrency())
 
-    def hint(self, error: BaseException) -> str:
-        return self._parent.hint(error)
+    def hint(self, what: str, error: BaseException) -> str:
+        return self._parent.hint(what, error)
 
     # -- reads
 

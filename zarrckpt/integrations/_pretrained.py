@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 
 import zarrckpt
 from zarrckpt._convert.safetensors import is_model_file, write_safetensors
+from zarrckpt._errors import warn
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._store import StoreSpec
 from zarrckpt._store._url import parse
@@ -288,7 +289,7 @@ def _export_adapters(
             tensors = {name: t.to(kind) if t.is_floating_point() and t.ndim else t for name, t in tensors.items()}
         own_folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, own_folder / _ADAPTER_FILES[0], metadata={"format": "pt"})
-        (own_folder / _ADAPTER_FILES[1]).write_text(json.dumps({**config, "inference_mode": True}, indent=2))
+        (own_folder / _ADAPTER_FILES[1]).write_text(json.dumps(_kept_members(ckpt, config), indent=2))
 
 
 def _name_in_adapter(fqn: str, prefix: str, adapter: str) -> str | None:
@@ -342,6 +343,35 @@ def _without_code(value: Any) -> Any:
         return value
     names = {name: name.removeprefix("_").removesuffix("_internal") for name in value}
     return {name: _without_code(item) for name, item in value.items() if names[name] not in _NAMES_OF_CODE}
+
+
+_KEPT_TEXTS = {
+    *("alpha_pattern", "base_model_name_or_path", "bias", "block_size_pattern", "config_A_B", "config_C", "config_D_E"),
+    *("decomposition_method", "exclude_modules", "feedforward_modules", "init_lora_weights", "init_weights"),
+    *("lambda_pattern", "layer_replication", "layers_pattern", "mask_type", "modules_to_save", "n_frequency_pattern"),
+    *("peft_type", "peft_version", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type"),
+    *("trainable_token_indices", "variant", "wavelet_family"),
+}
+"""Members of an adapter's configuration that are exported although they contain texts, since they name no code."""
+
+
+def _kept_members(ckpt: zarrckpt.Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of an adapter's configuration that cannot name code: numbers, and the known texts."""
+    kept = {name: value for name, value in config.items() if name in _KEPT_TEXTS or _is_number(value)}
+    # Every configuration of LoRA has this text.
+    left = [name for name, value in config.items() if name not in kept and value not in ({}, "", "megatron.core")]
+    if left:
+        warn(
+            f"{ckpt.url}: the members {sorted(left)} of the adapter's configuration were not exported, since they may "
+            "name code. If the adapter needs them, and you trust the checkpoint, add them to adapter_config.json"
+        )
+    return {**kept, "inference_mode": True}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_number, value))
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _allocate(

@@ -104,7 +104,7 @@ def report(
     found = read_numbers(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
     page = rendered(data, " and ".join(part.url for part in parts)).encode("utf-8", "replace")
-    folder, name = os.path.split(os.path.realpath(target))  # a link stays, and its target is replaced
+    folder, name = os.path.split(target)
     with new_files(folder, overwrite=overwrite) as new:
         Path(new, name).write_bytes(page)
     names = [tensor["name"] for tensor in data["tensors"]]

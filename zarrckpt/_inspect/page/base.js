@@ -110,7 +110,7 @@ function plural(count, word, text = countText) {
 /** Escape characters that are invisible or change the direction of text, so that no name looks like another. */
 function visible(text) {
   return text.replace(
-    /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu,
+    /[\u0000-\u001f\u007f-\u009f\u2028\u2029\u2800\ufff9-\ufffb\ud800-\udfff\p{Default_Ignorable_Code_Point}]/gu,
     (char) => `\\u${char.codePointAt(0).toString(16).padStart(4, '0')}`,
   );
 }

@@ -59,6 +59,8 @@ class Layouts:
 
 def chunk_elements(grid: Grid) -> Writers:
     """Return the number of elements of each chunk within the array, in C order."""
+    if not grid.num_chunks:  # an empty tensor can claim any number of chunks along the other dimensions
+        return np.zeros(0, np.int64)
     sizes = np.ones(1, np.int64)
     for n, chunk, count in zip(grid.shape, grid.chunk_shape, grid.counts, strict=True):
         along = np.minimum(chunk, n - np.arange(count, dtype=np.int64) * chunk)
