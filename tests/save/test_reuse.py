@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 import json
+import os
+import pwd
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
+from harness.internals import LocalStore, open_store
+from harness.memory_peaks import traced_peak_of
 from harness.random_tensors import random_tensor
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
+from harness.shared_chunks import not_sharing_small_chunks, sharing_small_chunks
+from harness.store_servers import S3Place
 from harness.torch_internals import RankSave
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,11 +41,18 @@ from torch.distributed.fsdp import fully_shard
 import zarrckpt
 from zarrckpt._format import chunk_codec
 from zarrckpt._plan import chunking
+from zarrckpt._store._linkable import LinkableFile
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 State = dict[str, Any]
 
 ON = zarrckpt.SaveOptions(reuse="on", durable=False, max_chunk_bytes=1 << 12)
+
+
+@pytest.fixture(autouse=True)
+def _share_small_chunks() -> Iterator[None]:
+    with sharing_small_chunks():
+        yield
 
 
 # -- any change of any chunk
@@ -251,38 +266,100 @@ def test_portable_and_real_dtypes_are_not_mixed(tmp_path: Path) -> None:
     check_content(tmp_path / "same", state)
 
 
-def _without_digests(base: Path) -> None:
-    zarrckpt.save(frozen_and(1), base, overwrite=True, options=dataclasses.replace(ON, reuse="off"))
-
-
-def _damage_digests(base: Path) -> None:
-    (table,) = base.glob("@zarrckpt/*/digests/c.0")
-    data = bytearray(table.read_bytes())
-    data[3] ^= 1
-    table.write_bytes(data)
-
-
-def _remove_checksums(base: Path) -> None:
-    (table,) = base.glob("@zarrckpt/*/checksums/c.0")
-    table.unlink()
-
-
 def _damage_root(base: Path) -> None:
     (base / "zarr.json").write_bytes((base / "zarr.json").read_bytes()[:-10])
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [_without_digests, _damage_digests, _remove_checksums, _damage_root, zarrckpt.remove],
-    ids=lambda prepare: prepare.__name__,
-)
+def _pack(base: Path) -> None:
+    zarrckpt.copy(base, f"{base}.zarr.zip")
+
+
+@pytest.mark.parametrize("prepare", [_damage_root, zarrckpt.remove, _pack], ids=lambda prepare: prepare.__name__)
 def test_without_a_usable_base_everything_is_written(
     prepare: Callable[[Path], object], base: Path, tmp_path: Path
 ) -> None:
     prepare(base)
-    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
-    assert (report.linked_bytes, report.base) == (0, "")
+    given = f"{base}.zarr.zip" if prepare is _pack else base
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=given, options=ON)
+    assert (report.linked_bytes, report.base) == (0, "") and str(given) in report.base_problem
     check_content(tmp_path / "new", frozen_and(2))
+
+
+class Bucket:
+    """A bucket with a base."""
+
+    def __init__(self, place: S3Place) -> None:
+        self.place = place
+        self.options = {"storage_options": place.storage_options}
+        self.save(1)
+
+    def url(self, number: int) -> str:
+        return self.place.url(str(number))
+
+    def save(self, number: int, base: int | None = None, **options: Any) -> zarrckpt.SaveReport:
+        given = None if base is None else self.url(base)
+        return zarrckpt.save(
+            frozen_and(number), self.url(number), base=given, **self.options, options=dataclasses.replace(ON, **options)
+        )
+
+    def change(self, part: str, change: Callable[[bytes], bytes | None]) -> None:
+        """Replace or delete the object of the base whose key contains a text."""
+        client = self.place.client()
+        keys = [item["Key"] for item in client.list_objects_v2(Bucket=self.place.bucket)["Contents"]]
+        (key,) = (key for key in keys if key.startswith("1/") and part in key)
+        data = change(client.get_object(Bucket=self.place.bucket, Key=key)["Body"].read())
+        if data is None:
+            client.delete_object(Bucket=self.place.bucket, Key=key)
+        else:
+            client.put_object(Bucket=self.place.bucket, Key=key, Body=data)
+
+
+@pytest.fixture
+def bucket(s3_stub: S3Server) -> Bucket:
+    return Bucket(s3_stub.bucket())
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+@pytest.mark.parametrize(("part", "change"), [("digests/c.0", flipped), ("checksums/c.0", lambda data: None)])
+def test_a_base_with_damaged_tables_is_not_copied(
+    part: str, change: Callable[[bytes], bytes | None], bucket: Bucket
+) -> None:
+    bucket.change(part, change)
+    report = bucket.save(2, base=1)
+    assert (report.copied_bytes, report.base) == (0, "") and "table" in report.base_problem
+    check_content(bucket.url(2), frozen_and(2), **bucket.options)
+
+
+def test_a_base_without_digests_is_named_and_its_successor_reused(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.save(2, reuse="off")
+    caplog.clear()
+    report = bucket.save(3, base=2, reuse="auto")
+    assert (report.copied_bytes, report.base) == (0, "")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == report.base_problem
+    assert bucket.url(2) in report.base_problem and "reuse='on'" in report.base_problem
+    report = bucket.save(4, base=3, reuse="auto")
+    assert (report.copied_bytes, report.base, report.base_problem) == (FROZEN_BYTES, bucket.url(3), "")
+    check_content(bucket.url(4), frozen_and(4), **bucket.options)
+
+
+@pytest.mark.parametrize("equal", ["crc32c", "crc64"])
+def test_both_checks_of_a_chunk_must_agree(equal: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_codec, "crc64", lambda data, before=0: 7)
+    bucket.save(2)
+    state, url = frozen_and(2), bucket.url(3)
+    if equal == "crc32c":
+        monkeypatch.undo()
+    else:
+        state = {"frozen": state["frozen"] + 1, "adapter": state["adapter"] + 1, "step": 1, "blob": b"3" * 50}
+    report = zarrckpt.save(state, url, base=bucket.url(2), **bucket.options, options=ON)
+    assert report.copied_bytes == 0
+    check_content(url, state, **bucket.options)
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000])
@@ -312,18 +389,136 @@ def test_an_overwrite_may_reuse_what_it_replaces(base: Path) -> None:
     assert not base.exists()
 
 
-@pytest.mark.parametrize("equal", ["crc32c", "crc64"])
-def test_both_checks_of_a_chunk_must_agree(equal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = frozen_and(1)
-    monkeypatch.setattr(chunk_codec, "crc64", lambda data, before=0: 7)
-    zarrckpt.save(state, tmp_path / "base", options=ON)
-    if equal == "crc32c":
-        monkeypatch.undo()
-    else:
-        state = {"frozen": state["frozen"] + 1, "adapter": state["adapter"] + 1, "step": 1, "blob": b"2" * 50}
-    report = zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=ON)
-    assert report.linked_bytes == 0
+# -- local files: what is linked was compared
+
+
+def _flip_bits(chunk: Path) -> None:
+    data = bytearray(chunk.read_bytes())
+    data[0] ^= 1
+    data[-1] ^= 1
+    chunk.write_bytes(data)
+
+
+def _link_elsewhere(chunk: Path) -> None:
+    chunk.rename(f"{chunk}-moved")
+    chunk.symlink_to(f"{chunk}-moved")
+
+
+def _make_private(chunk: Path) -> None:
+    chunk.chmod(0o600)
+
+
+def _let_others_write(chunk: Path) -> None:
+    chunk.chmod(0o646)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+@pytest.mark.parametrize(
+    "prepare",
+    [_flip_bits, _link_elsewhere, _make_private, _let_others_write, Path.unlink],
+    ids=lambda prepare: prepare.__name__,
+)
+def test_files_of_other_bytes_or_rights_are_written(
+    prepare: Callable[[Path], object], last: int, base: Path, tmp_path: Path
+) -> None:
+    for number in range(last, 4):
+        prepare(base / "frozen" / f"c.{number}.0")
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
+    assert report.linked_bytes == last * FROZEN_BYTES // 4
+    check_content(tmp_path / "new", frozen_and(2))
+    assert all(not path.is_symlink() and path.stat().st_nlink <= 2 for path in chunk_files(tmp_path / "new").values())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o077, 0o022), (0o022, 0o077), (0o022, 0o002), (0o002, 0o022)])
+def test_linked_files_have_the_mode_of_new_ones(before: int, after: int, tmp_path: Path) -> None:
+    own = os.umask(before)
+    try:
+        zarrckpt.save(frozen_and(1), tmp_path / "base", options=ON)
+        os.umask(after)
+        reports = [
+            zarrckpt.save(frozen_and(2), tmp_path / name, base=tmp_path / base, options=ON)
+            for name, base in (("new", "base"), ("newer", "new"))
+        ]
+    finally:
+        os.umask(own)
+    shared = reports[1].nbytes if after != 0o002 or is_private() else 0
+    assert [report.linked_bytes for report in reports] == [0, shared]
+    for name in ("new", "newer"):
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / name).rglob("*") if path.is_file()}
+        assert modes == {0o666 & ~after}
+        check_content(tmp_path / name, frozen_and(2))
+
+
+def is_private() -> bool:
+    """Whether this user's group has the user's name."""
+    return grp.getgrgid(os.getegid()).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+
+
+def test_files_of_another_group_are_written(base: Path, tmp_path: Path) -> None:
+    """A setgid folder gives its group to new files."""
+    new = tmp_path / "new"
+    new.mkdir()
+    try:
+        os.chown(new, -1, 12345)
+    except PermissionError:
+        pytest.skip("only root may use any group")
+    new.chmod(0o2775)
+    report = zarrckpt.save(frozen_and(2), new, base=base, options=ON)
+    assert report.linked_bytes == 0 and "group" in report.base_problem
+    assert {path.stat().st_gid for path in new.rglob("*")} == {12345}
+
+
+def test_a_file_that_is_replaced_after_the_comparison_is_written(base: Path, tmp_path: Path) -> None:
+    chunk = base / "frozen" / "c.0.0"
+
+    def replace() -> None:
+        data = chunk.read_bytes()
+        chunk.unlink()
+        chunk.write_bytes(flipped(data))
+
+    store = FaultyStore(tmp_path / "new", at_reuse(0, replace))
+    store.max_concurrency = 1
+    zarrckpt.save(frozen_and(2), store, base=base, options=ON)
+    check_content(tmp_path / "new", frozen_and(2))
+
+
+def test_a_base_that_is_read_slowly_is_written(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    real = LinkableFile.has_next
+
+    def has_next(self: LinkableFile, *args: Any) -> bool:
+        reads.append(self.path)
+        time.sleep(0.3)
+        return real(self, *args)
+
+    monkeypatch.setattr(LinkableFile, "has_next", has_next)
+    monkeypatch.setattr(LocalStore, "max_concurrency", 1)
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
+    assert len(reads) == 2 and report.linked_bytes == 0 and "longer" in report.base_problem
+    check_content(tmp_path / "new", frozen_and(2))
+
+
+def test_the_comparison_stays_within_the_memory_bound(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(1 << 20) for number in range(16)}
+    options = zarrckpt.SaveOptions(durable=False, max_inflight_bytes=1 << 20)
+    zarrckpt.save(state, tmp_path / "base", options=options)
+    state["w3"][-1] += 1
+    reports = []
+    peak = traced_peak_of(
+        lambda: reports.append(zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=options))
+    )
+    assert reports[0].linked_bytes > 15 << 22 and peak < 2 << 20
     check_content(tmp_path / "new", state)
+
+
+def test_small_chunks_are_not_shared(tmp_path: Path) -> None:
+    sizes = {"below": (64 << 10) - 5, "at": (64 << 10) - 4}
+    state = {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
+    quick = zarrckpt.SaveOptions(durable=False)
+    with not_sharing_small_chunks():
+        zarrckpt.save(state, tmp_path / "base", options=quick)
+        zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=quick)
+    assert linked(tmp_path / "new", tmp_path / "base") == {"at/c.0"}
 
 
 # -- the base changes while its chunks are copied
@@ -407,24 +602,35 @@ def test_a_base_may_change_while_it_is_copied(
         check_content(base, _other(), **options)
 
 
-def test_a_chunk_that_cannot_be_written_again_ends_the_save(base: Path, tmp_path: Path) -> None:
+def test_a_chunk_that_cannot_be_written_again_ends_the_save(bucket: Bucket) -> None:
     """Only if the base was changed by hand: a removal deletes the tables before any chunk."""
-    state = frozen_and(1)
+    state, url = frozen_and(1), bucket.url(2)
 
     def spoil() -> None:
-        chunk = base / "blob" / "c.0"
-        data = bytearray(chunk.read_bytes())
-        data[0] ^= 1
-        chunk.write_bytes(data)
-        (base / "zarr.json").unlink()
+        bucket.change("1/blob/c.0", flipped)
+        bucket.change("1/zarr.json", lambda data: None)
 
-    store = FaultyStore(tmp_path / "new", at_reuse(0, spoil))
+    store = FaultyStore(url, at_reuse(0, spoil), **bucket.options)
+    store.max_concurrency = 1
     with pytest.raises(zarrckpt.IncompleteSaveError, match="Save again, without this base"):
-        zarrckpt.save(state, store, base=base, options=ON)
+        zarrckpt.save(state, store, base=FaultyStore(bucket.url(1), **bucket.options), options=ON)
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
-        zarrckpt.open(tmp_path / "new")
-    zarrckpt.save(state, tmp_path / "new", options=ON)
-    check_content(tmp_path / "new", state)
+        zarrckpt.open(url, **bucket.options)
+    zarrckpt.save(state, url, **bucket.options, options=ON)
+    check_content(url, state, **bucket.options)
+
+
+def test_a_copy_of_a_value_is_not_used_without_the_tables_of_the_base(bucket: Bucket) -> None:
+    """Without the tables, the base is being removed, and its chunks may be those of another save."""
+
+    def begin_removal() -> None:
+        bucket.change("digests/zarr.json", lambda data: None)
+        bucket.change("1/blob/c.0", flipped)
+
+    store = FaultyStore(bucket.url(2), at_reuse(0, begin_removal), **bucket.options)
+    store.max_concurrency = 1
+    zarrckpt.save(frozen_and(1), store, base=FaultyStore(bucket.url(1), **bucket.options), options=ON)
+    check_content(bucket.url(2), frozen_and(1), **bucket.options)
 
 
 # -- the base never changes
@@ -458,23 +664,18 @@ def test_the_base_keeps_its_bytes_whatever_happens_to_the_new(end: str, base: Pa
 # -- options
 
 
-def tables(url: Path) -> set[str]:
-    return {path.parent.name for path in url.glob("@zarrckpt/*/*/c.0")}
+def test_digests_are_stored_only_for_reuse_in_object_stores(bucket: Bucket, tmp_path: Path) -> None:
+    def has_digests(url: str, **options: Any) -> bool:
+        return "digests" in json.loads(open_store(url, **options).get("zarr.json"))["attributes"]["zarrckpt"]["tables"]
 
-
-def test_digests_are_stored_only_for_reuse(tmp_path: Path) -> None:
-    quick = zarrckpt.SaveOptions(durable=False)
-    zarrckpt.save(frozen_and(1), tmp_path / "plain", options=quick)
-    assert "digests" not in tables(tmp_path / "plain")
-    zarrckpt.save(frozen_and(1), tmp_path / "auto", base=tmp_path / "plain", options=quick)
-    assert "digests" in tables(tmp_path / "auto")
-    zarrckpt.save(
-        frozen_and(1), tmp_path / "off", base=tmp_path / "auto", options=dataclasses.replace(quick, reuse="off")
-    )
-    assert "digests" not in tables(tmp_path / "off") and not linked(tmp_path / "off", tmp_path / "auto")
-    zarrckpt.copy(tmp_path / "auto", tmp_path / "copied")
-    assert "digests" not in tables(tmp_path / "copied")
-    check_content(tmp_path / "copied", frozen_and(1))
+    for number, (base, mode, stored) in enumerate(((None, "auto", False), (2, "auto", True), (3, "off", False)), 2):
+        report = bucket.save(number, base=base, reuse=mode)
+        assert has_digests(bucket.url(number), **bucket.options) == stored and not report.copied_bytes
+    zarrckpt.copy(zarrckpt.open(bucket.url(3), **bucket.options), bucket.url(5), **bucket.options)
+    assert not has_digests(bucket.url(5), **bucket.options)
+    check_content(bucket.url(5), frozen_and(3), **bucket.options)
+    zarrckpt.save(frozen_and(1), tmp_path / "local", options=ON)
+    assert not has_digests(str(tmp_path / "local"))
 
 
 def test_every_nth_save_writes_all_chunks(tmp_path: Path) -> None:
@@ -512,13 +713,19 @@ def test_damage_of_a_shared_chunk_is_found_in_both(base: Path, tmp_path: Path) -
         zarrckpt.load(state, tmp_path / "new")
 
 
-def test_verify_finds_a_damaged_table_of_digests(base: Path) -> None:
-    _damage_digests(base)
-    (damage,) = zarrckpt.open(base).verify().damages
+def test_damage_of_the_base_ends_with_the_next_save(base: Path, tmp_path: Path) -> None:
+    _flip_bits(base / "frozen" / "c.2.0")
+    report = zarrckpt.save(frozen_and(1), base, base=base, overwrite=True, options=ON)
+    assert report.linked_bytes == report.nbytes - FROZEN_BYTES // 4
+    check_content(base, frozen_and(1))
+
+
+def test_verify_compares_digests_with_objects(bucket: Bucket) -> None:
+    bucket.change("digests/c.0", flipped)
+    (damage,) = zarrckpt.open(bucket.url(1), **bucket.options).verify().damages
     assert damage.key.endswith("/digests/c.0")
-    (document,) = base.glob("@zarrckpt/*/digests/zarr.json")
-    document.unlink()
-    assert len(zarrckpt.open(base).verify().damages) == 2
+    bucket.change("digests/zarr.json", lambda data: None)
+    assert len(zarrckpt.open(bucket.url(1), **bucket.options).verify().damages) == 2
 
 
 def test_the_root_counts_what_was_reused(base: Path, tmp_path: Path) -> None:
@@ -576,10 +783,11 @@ def _check_model(url: Path, number: int) -> None:
 
 def _save_on_ranks(folder: str, numbers: Sequence[int], options: zarrckpt.SaveOptions) -> list[zarrckpt.SaveReport]:
     """Save some numbers, each with the one before as its base."""
-    return [
-        zarrckpt.save(_model(number), f"{folder}/{number}", base=f"{folder}/{number - 1}", options=options)
-        for number in numbers
-    ]
+    with sharing_small_chunks():
+        return [
+            zarrckpt.save(_model(number), f"{folder}/{number}", base=f"{folder}/{number - 1}", options=options)
+            for number in numbers
+        ]
 
 
 @pytest.mark.parametrize("pieces", ["whole chunks", "moved pieces", "shards"])
@@ -614,7 +822,7 @@ def _save_while_the_base_is_replaced(folder: str, options: zarrckpt.SaveOptions)
         dist.barrier()
         return real(self, *args)
 
-    with patch.object(RankSave, "write", write):
+    with patch.object(RankSave, "write", write), sharing_small_chunks():
         return zarrckpt.save(_model(2), f"{folder}/2", base=f"{folder}/1", options=options)
 
 

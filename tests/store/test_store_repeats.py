@@ -39,7 +39,7 @@ CALLS: dict[str, tuple[Callable[[Store], object], str]] = {
     "put": (lambda store: store.put("k2", [b"x"]), "writing 'k2'"),
     "create": (lambda store: store.create("k3", b"x"), "creating 'k3'"),
     "bulk": (lambda store: store.delete(["k2", "k3"]), "deleting 2 objects"),
-    "copy": (lambda store: store.reuse(store, "k", "k4", 4), "copying 'run/k' to 'k4'"),
+    "copy": (lambda store: store.copy_from(store, "k", "k4", 4), "copying 'run/k' to 'k4'"),
 }
 
 

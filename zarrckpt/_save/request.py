@@ -74,15 +74,21 @@ class SaveRequest:
 
     @property
     def digested(self) -> bool:
-        """Whether the save stores digests of its chunks, so that later saves can reuse them."""
-        reuse = self.options.reuse
-        if self.spec.is_archive:
+        """Whether the save stores digests of its chunks, for later saves that reuse them in an object store."""
+        # A forecast has no url, but perhaps a base in the same store.
+        spec = self.spec if self.spec.url else self.base
+        if spec is not None and (spec.is_archive or spec.open().is_local):
             return False
-        return reuse == "on" or (reuse == "auto" and (self.run is not None or self.base is not None))
+        return self.options.reuse == "on" or self._reuses
+
+    @property
+    def _reuses(self) -> bool:
+        is_off = self.spec.is_archive or self.options.reuse == "off"
+        return not is_off and (self.run is not None or self.base is not None)
 
     def base_to_read(self) -> tuple[StoreSpec, str] | None:
         """Return the base of the save and its folder in the run, or None. Only the coordinator calls it."""
-        if not self.digested:
+        if not self._reuses:
             return None
         if self.base is not None:
             return self.base, ""

@@ -20,7 +20,7 @@ from obstore import exceptions as client_errors
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import DELETES_AT_ONCE, ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._obstore_client import Client, wait_for
@@ -145,9 +145,12 @@ class ObstoreStore(ClientStore):
 
         return self.call(f"copying {source_key!r} to {key!r}", copy)
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
-        if not (isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy):
-            return None
+    def copies_from(self, source: Store) -> bool:
+        return isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy
+
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int) -> bool:
+        if not (isinstance(source, ObstoreStore) and self.copies_from(source)):
+            return False
         name, found = self.name(key), source.name(source_key)
         try:
             self.call(
@@ -155,14 +158,14 @@ class ObstoreStore(ClientStore):
                 lambda: obstore.copy(self._bucket.single_client, found, name),
                 source_key,
             )
-            return "copied" if self.size(key) == nbytes else None
+            return self.size(key) == nbytes
         except ObjectNotFoundError:
-            return None
+            return False
         except StorageError as error:
             # The put that follows shows whether the server can be reached.
             self._can_copy = False
             log.warning("%s: objects cannot be copied and are written instead: %s", self.url, error)
-            return None
+            return False
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_mode(key, data, "create", f"creating {key!r}")
