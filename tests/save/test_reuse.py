@@ -41,6 +41,7 @@ from torch.distributed.fsdp import fully_shard
 import zarrckpt
 from zarrckpt._format import chunk_codec
 from zarrckpt._plan import chunking
+from zarrckpt._save import staging
 from zarrckpt._store._linkable import LinkableFile
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -734,6 +735,125 @@ def test_the_root_counts_what_was_reused(base: Path, tmp_path: Path) -> None:
     expected = {"save_id": zarrckpt.open(base).save_id, "objects": 4, "nbytes": FROZEN_BYTES, "saves": 1}
     assert own["reused"] == expected
     assert "reused" not in json.loads((base / "zarr.json").read_bytes())["attributes"]["zarrckpt"]
+
+
+# -- tensors that share memory
+
+
+class Tied(nn.Module):
+    """A model whose output layer has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+
+TIED_BYTES = 32 * 32 * 4 + 4
+
+
+def save_at_once(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    return zarrckpt.save(state, url, options=dataclasses.replace(ON, **options))
+
+
+def save_in_background(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    with patch.object(staging, "_SHARED_BYTES", 1):
+        return zarrckpt.async_save(state, url, options=dataclasses.replace(ON, **options)).result()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def save_by_dcp(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    writer = zarrckpt.ZarrStorageWriter(url, options=dataclasses.replace(ON, **options))
+    report: Any = dcp.save({"model": state["model"].state_dict()}, storage_writer=writer).storage_data
+    return report
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("save", [save_at_once, save_in_background, save_by_dcp])
+def test_tied_weights_are_one_file(save: Callable[..., Any], compression: Any, tmp_path: Path) -> None:
+    model = Tied()
+    report = save({"model": model}, tmp_path / "one", compression=compression)
+    chunks = chunk_files(tmp_path / "one")
+    embed, head = chunks.values()
+    assert embed.samefile(head) and report.linked_bytes == report.sent_bytes == report.nbytes // 2
+    assert report.base == report.base_problem == ""
+    # The same bytes as without a link, and checkpoints that do not depend on it.
+    apart = {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    zarrckpt.save(apart, tmp_path / "apart", options=dataclasses.replace(ON, compression=compression))
+    assert [path.read_bytes() for path in chunks.values()] == [
+        path.read_bytes() for path in chunk_files(tmp_path / "apart").values()
+    ]
+    zarrckpt.copy(tmp_path / "one", tmp_path / "two")
+    again = zarrckpt.save(apart, tmp_path / "three", base=tmp_path / "one", options=ON if not compression else None)
+    assert compression or again.linked_bytes == again.nbytes
+    zarrckpt.remove(tmp_path / "one")
+    for name in ("two", "three"):
+        loaded = {"model": {name: torch.zeros(32, 32) for name in apart["model"]}}
+        zarrckpt.load(loaded, tmp_path / name)
+        assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in apart["model"].items())
+        zarrckpt.open(tmp_path / name).verify().raise_if_damaged()
+
+
+def test_tied_weights_of_a_base_are_reused(tmp_path: Path) -> None:
+    state = {"model": Tied(), "step": 1}
+    zarrckpt.save(state, tmp_path / "base", options=ON)
+    report = zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=ON)
+    assert report.linked_bytes == report.nbytes == 2 * TIED_BYTES
+    own = json.loads((tmp_path / "new" / "zarr.json").read_bytes())["attributes"]["zarrckpt"]
+    assert own["reused"]["objects"] == 2
+    with torch.no_grad():
+        state["model"].embed.weight += 1
+    report = zarrckpt.save(state, tmp_path / "newer", base=tmp_path / "new", options=ON)
+    assert (report.linked_bytes, report.base) == (TIED_BYTES, "")
+    check = {"model": Tied(), "step": 0}
+    zarrckpt.load(check, tmp_path / "newer")
+    assert torch.equal(check["model"].head.weight, state["model"].embed.weight)
+
+
+WHOLE_ROWS = torch.arange(4096.0).reshape(64, 64)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(WHOLE_ROWS.T, id="strides"),
+        pytest.param(WHOLE_ROWS[:32], id="fewer rows"),
+        pytest.param(WHOLE_ROWS[1:], id="offset"),
+        pytest.param(WHOLE_ROWS.view(torch.int32), id="dtype"),
+        pytest.param(WHOLE_ROWS.reshape(4096), id="shape"),
+        pytest.param(torch.view_as_complex(WHOLE_ROWS.reshape(64, 32, 2)).conj(), id="conjugate"),
+        pytest.param(WHOLE_ROWS.clone(), id="equal"),
+    ],
+)
+def test_other_views_of_one_memory_are_not_links(other: torch.Tensor, tmp_path: Path) -> None:
+    state = {"a": WHOLE_ROWS, "b": other, "step": 1}
+    assert zarrckpt.save(state, tmp_path / "one", options=ON).linked_bytes == 0
+    check_content(tmp_path / "one", {**state, "b": other.resolve_conj()})
+
+
+def test_chunks_of_tied_tensors_are_links_one_by_one(tmp_path: Path) -> None:
+    state = {"a": WHOLE_ROWS, "b": WHOLE_ROWS.view(64, 64), "c": WHOLE_ROWS.detach(), "step": 1}
+    report = zarrckpt.save(state, tmp_path / "one", options=ON)
+    assert report.linked_bytes * 3 == report.nbytes * 2
+    assert {path.stat().st_nlink for path in chunk_files(tmp_path / "one").values()} == {3}
+    check_content(tmp_path / "one", state)
+
+
+@pytest.mark.parametrize("where", ["s3", "archive", "no links"])
+def test_tied_weights_are_stored_twice_elsewhere(
+    where: str, tmp_path: Path, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = s3_stub.bucket()
+    url: Any = {"s3": place.url("one"), "archive": tmp_path / "one.zarr.zip", "no links": tmp_path / "one"}[where]
+    options = {"storage_options": place.storage_options} if where == "s3" else {}
+    if where == "no links":
+        monkeypatch.setattr(LocalStore, "link", lambda *args: False)
+    model = Tied()
+    report = zarrckpt.save({"model": model}, url, **options, options=ON)
+    assert report.linked_bytes == 0 and report.sent_bytes == report.nbytes == 2 * TIED_BYTES
+    check = Tied()
+    zarrckpt.load({"model": check}, url, **options)
+    assert torch.equal(check.embed.weight, model.embed.weight)
 
 
 # -- other ways to save

@@ -65,7 +65,7 @@ class SaveRequest:
     progress: Progress | None
     run: Run | None = None
     base: StoreSpec | None = None
-    """The checkpoint whose chunks the caller wants to reuse."""
+    """The checkpoint whose chunks the caller wants to reuse; with a run, if the run has no checkpoint."""
 
     def begin_events(self, rank: int) -> EventSender:
         """Report that the save has begun on this rank, and return the sender of its other events."""
@@ -90,10 +90,9 @@ class SaveRequest:
         """Return the base of the save and its folder in the run, or None. Only the coordinator calls it."""
         if not self._reuses:
             return None
-        if self.base is not None:
-            return self.base, ""
-        name = "" if self.run is None else self.run.base_name()
-        return (self.base_spec(name), name) if name else None
+        if self.run is not None and (name := self.run.base_name()):
+            return self.base_spec(name), name
+        return None if self.base is None else (self.base, "")
 
     def base_spec(self, name: str) -> StoreSpec:
         """Return the store of the base that the coordinator has read. ``name`` is its folder in the run, or ""."""
