@@ -23,6 +23,7 @@ from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
 from zarrckpt._store._base import Listing
 from zarrckpt._store._linkable import LinkableFile
+from zarrckpt._store._optional import OptionalRequests
 
 __all__ = [
     "FAIL",
@@ -186,9 +187,9 @@ class FaultyStore(Store):
     def copies_from(self, source: Store) -> bool:
         return self._inner.copies_from(_inner_of(source))
 
-    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int) -> bool:
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
         inner = _inner_of(source)
-        return self._call("reuse", key, lambda: self._inner.copy_from(inner, source_key, key, nbytes))
+        return self._call("reuse", key, lambda: self._inner.copy_from(inner, source_key, key, nbytes, optional))
 
     def open_linkable(self, source: Store, source_key: str, key: str) -> LinkableFile | str:
         return self._inner.open_linkable(_inner_of(source), source_key, key)

@@ -31,6 +31,7 @@ from zarrckpt._format import sealed
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
+from zarrckpt._store._optional import OptionalRequests
 
 T = TypeVar("T")
 Content = dict[str, bytes]
@@ -122,7 +123,7 @@ class AskedStore(ConditionalStore):
     def copies_from(self, source: Store) -> bool:
         return isinstance(source, AskedStore)
 
-    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int) -> bool:
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
         assert isinstance(source, AskedStore)
         found: int | None = self.ask(Op("copy", key, f"{source._folder}{source_key}".encode()))
         return found == nbytes

@@ -12,16 +12,19 @@ import numpy as np
 
 from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError, log
+from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.documents import NODE, ArrayNode
-from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root
+from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, Table, table_node
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.plan import Layout, PlanOptions
-from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.catalog import read_table
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._store import Store, StoreSpec
 from zarrckpt._store._base import version_of
+from zarrckpt._store._optional import OptionalRequests
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 
 @record
@@ -100,6 +103,8 @@ class BaseReader:
 
     def __init__(self, request: SaveRequest, store: Store | None = None) -> None:
         self._request = request
+        self.optional = OptionalRequests()
+        """The time that requests about the base may lose on this rank."""
         self._store = store
         self._base: _StoredBase | None = None
         self.problem = ""
@@ -127,7 +132,7 @@ class BaseReader:
         # Equal tensors, and all blobs of equal names.
         nodes = [n for n in base.root.arrays() if tensors.get(n.path) == n or n.path in blobs]
         try:
-            numbers = None if base.linked else _read_numbers(base, nodes)
+            numbers = None if base.linked else _read_numbers(base, nodes, self.optional)
         except CheckpointError as err:
             return self._refuse(base.spec, str(err))
         paths = tuple(node.path for node in nodes)
@@ -144,7 +149,7 @@ class BaseReader:
             linked = store.is_local and (self._store is None or self._store.is_local)
             if not linked and self._store is not None and not self._store.copies_from(store):
                 return self._refuse(spec, f"its objects cannot be copied to {self._store.url}", logging.INFO)
-            data = store.get(NODE)
+            data = store.get_optional(NODE, MAX_WHOLE_BYTES, self.optional)
             root = parse_root_document(data, spec.url)
         except ObjectNotFoundError:
             return self._refuse(spec, "it has no checkpoint")
@@ -160,12 +165,17 @@ class BaseReader:
         log.log(level, "%s", self.problem)
 
 
-def _read_numbers(base: _StoredBase, nodes: list[ArrayNode]) -> BaseNumbers:
+def _read_numbers(base: _StoredBase, nodes: list[ArrayNode], optional: OptionalRequests) -> BaseNumbers:
     """Read the tables of a base, and return the numbers of some of its arrays. Two requests at a time."""
     assert base.root.digests is not None
+
+    def read(name: str, table: Table) -> RawArray:
+        node = table_node(base.root.save_id, name, table.length)
+        get = partial(base.store.get_optional, optional=optional)
+        return read_table(node, table.crc32c, base.spec.url, get) if table.length else np.zeros(0, "<u4")
+
     tables = ((CHECKSUMS, base.root.checksums), (DIGESTS, base.root.digests))
-    catalog = Catalog(base.spec, base.root)
-    checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
+    checksums, digests = run_jobs((partial(read, *table) for table in tables), len(tables))
     chosen = {node.path for node in nodes}
     chosen_digests, chosen_checksums = [digests[:0]], [checksums[:0]]
     chunk = subchunk = 0

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Literal, Protocol
 
 from zarrckpt._commit.chunks import put_chunk
-from zarrckpt._commit.stored_documents import is_stored
 from zarrckpt._errors import CheckpointError, log
 from zarrckpt._format.chunk_codec import BLOCK_BYTES, ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray, chunk_object_bytes, max_chunk_object_bytes
@@ -34,6 +33,8 @@ from zarrckpt._save.base import BaseNumbers, SentBase
 from zarrckpt._store import Buffer, Store
 from zarrckpt._store._base import version_of
 from zarrckpt._store._linkable import COMPARED_BYTES, LinkableFile
+from zarrckpt._store._optional import OptionalRequests
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 MIN_SHARED_BYTES = 64 << 10
 """Minimum size in bytes of an object that is reused. Smaller ones are written, which costs no more."""
@@ -55,8 +56,9 @@ class StoredChunk:
 class BaseChunks(Protocol):
     """The chunks of a base that one rank may reuse. Used by many threads."""
 
-    problem: str
-    """The reason why some or all chunks were written although the base has them, or ""."""
+    @property
+    def problem(self) -> str:
+        """The reason why chunks were written although the base has them, or ""."""
 
     def put(
         self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
@@ -242,15 +244,21 @@ class NumberedChunks:
 class CopiedChunks:
     """The chunks of a base in an object store. The server copies those with equal numbers."""
 
-    def __init__(self, store: Store, base: Store, sent: SentBase, numbers: BaseNumbers) -> None:
+    def __init__(
+        self, store: Store, base: Store, sent: SentBase, numbers: BaseNumbers, optional: OptionalRequests
+    ) -> None:
         self._store = store
+        self._optional = optional
         self._base = base
         self._sent = sent
         self._version = numbers.version
         self._numbers = NumberedChunks(sent.paths, numbers)
         self._copied: list[CopiedObject] = []
         self._lock = threading.Lock()
-        self.problem = ""
+
+    @property
+    def problem(self) -> str:
+        return self._optional.problem
 
     def put(
         self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
@@ -267,14 +275,14 @@ class CopiedChunks:
 
         Without ``chunk``, one more small request makes it very unlikely that the copy has other bytes.
         """
-        if not self._store.copies_from(self._base):
+        if self._optional.has_ended or not self._store.copies_from(self._base):
             return None
         with self._store.encoders:
             encoder = self._numbers.encode_unchanged(node, index, elements, budget)
         if encoder is None:
             return None
         source = join(self._sent.tree, node.chunk_key(index))
-        copied = self._store.copy_from(self._base, source, key, encoder.nbytes)
+        copied = self._store.copy_from(self._base, source, key, encoder.nbytes, self._optional)
         if not copied or (chunk is None and not self._has_tables()):
             return None
         with self._lock:
@@ -298,8 +306,9 @@ class CopiedChunks:
 
     def _has_tables(self) -> bool:
         """Whether the base still has its tables. Its chunks are replaced only after their removal."""
+        key = join(table_node(self._sent.save_id, DIGESTS, 0).path, NODE)
         try:
-            return is_stored(self._base, join(table_node(self._sent.save_id, DIGESTS, 0).path, NODE))
+            return bool(self._base.get_optional(key, MAX_WHOLE_BYTES, self._optional))
         except CheckpointError:
             return False
 
@@ -311,8 +320,8 @@ class CopiedChunks:
                 return False
 
 
-def open_base(store: Store, base: Store, sent: SentBase) -> BaseChunks:
+def open_base(store: Store, base: Store, sent: SentBase, optional: OptionalRequests) -> BaseChunks:
     """Return the chunks that the save of one rank to a store may reuse."""
     if sent.numbers is None:
         return LinkedChunks(store, base, sent)
-    return CopiedChunks(store, base, sent, sent.numbers)
+    return CopiedChunks(store, base, sent, sent.numbers, optional)

@@ -128,7 +128,7 @@ class RankSave:
         if attempt.base is not None:
             base = self.request.base_spec(attempt.base.name).open()
             base.on_repeat = self.events.send_repeat
-            self._chunks = open_base(self._store, base, attempt.base)
+            self._chunks = open_base(self._store, base, attempt.base, self._base.optional)
         self._writer = RankWriter(self._store, attempt, self._chunks, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()

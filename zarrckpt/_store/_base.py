@@ -25,6 +25,7 @@ from zarrckpt._store._archive import ArchivePart, Places
 
 if TYPE_CHECKING:
     from zarrckpt._store._linkable import LinkableFile
+    from zarrckpt._store._optional import OptionalRequests
 
 T = TypeVar("T")
 
@@ -234,6 +235,13 @@ class Store(abc.ABC):
             raise _failures.long_object(key, self.url, max_bytes)
         return data
 
+    def get_optional(self, key: str, max_bytes: int, optional: OptionalRequests) -> bytes:
+        """Return a whole object as :meth:`get_bounded` does, but within the time of optional requests.
+
+        Only S3, Google Cloud Storage and Azure limit the time.
+        """
+        return self.get_bounded(key, max_bytes)
+
     def get_above(self, levels: int, key: str) -> bytes:
         """Return an object of the folder that is ``levels`` (at least 1) levels above the url, in the same store.
 
@@ -359,11 +367,12 @@ class Store(abc.ABC):
         """Whether :meth:`copy_from` may succeed for objects of another store. No request."""
         return False
 
-    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int) -> bool:
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
         """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, in the server.
 
         Return False if the server does not copy it, or if the source is absent or has another size. Then the caller
-        puts the object. Two requests in S3 and Google Cloud Storage, which copy within one bucket.
+        puts the object. Two requests in S3 and Google Cloud Storage, which copy within one bucket. After a failure
+        no more requests of ``optional`` are made, and a warning gives the reason.
         """
         return False
 
