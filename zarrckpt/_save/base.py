@@ -134,7 +134,8 @@ class BaseReader:
         try:
             numbers = None if base.linked else _read_numbers(base, nodes, self.optional)
         except CheckpointError as err:
-            return self._refuse(base.spec, str(err))
+            self._refuse(base.spec, str(err))
+            return None
         paths = tuple(node.path for node in nodes)
         return SentBase(base.name, base.root.save_id, base.root.tree, base.saves, paths, numbers)
 

@@ -60,14 +60,14 @@ class LinkableFile:
 
         ``memory`` holds the bytes that are read, a part at a time. A failed read counts as a difference.
         """
-        for view in map(memoryview, buffers):
-            done = 0
+        for buffer in buffers:
+            view, done = memoryview(buffer), 0
             while done < len(view):
                 most = len(memory) if self._byte_offset else min(_FIRST_BYTES, len(memory))
                 part = view[done : done + most]
                 read = memory[: len(part)]
                 try:
-                    if os.preadv(self._file, [read], self._byte_offset) != len(part):
+                    if os.preadv(self._file, [read.data], self._byte_offset) != len(part):
                         return False
                 except OSError:
                     return False
