@@ -34,15 +34,15 @@ from zarrckpt._ranks.control_messages import Message, decode_message, encode_mes
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
-from zarrckpt._save.base import BaseNumbers, SentBase
+from zarrckpt._save.base import BaseTables, SentBase
 from zarrckpt._save.plan_report import _RankForecast
 from zarrckpt._save.write import ArrayResult, ObjectResult, RankResults
 from zarrckpt._store._archive import ArchivePart
 
 ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
 NODE = ArrayNode("a/b", Grid((4, 6), (2, 6), (1, 6)), by_name("bfloat16"), True, Zstd(3))
-NUMBERS = BaseNumbers("0" * 64, *[np.ones(1, "<i8")] * 2, np.ones(1, "<u8"), np.ones(1, "<u4"))
-BASE = SentBase("step-1", ID, "", 1, ("a",), NUMBERS)
+TABLES = BaseTables("0" * 64, *[np.ones(1, "<i8")] * 2, np.ones(1, "<u8"), np.ones(1, "<u4"))
+BASE = SentBase("step-1", ID, "", 1, ("a",), TABLES)
 RECORDS = [
     Box((0, 1), (2, 3)),
     NODE,
@@ -197,7 +197,7 @@ def colliding_keys(tag: str) -> bytes:
         forged(name="a/b"),
         forged(tree="@../.."),
         forged(paths=()),
-        forged(NUMBERS, digests=np.ones(2, "<u8")),
+        forged(TABLES, digests=np.ones(2, "<u8")),
     ],
     ids=lambda data: repr(data[4:40]),
 )

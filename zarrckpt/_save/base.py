@@ -29,7 +29,7 @@ from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
 @record
 @dataclass(frozen=True)
-class BaseNumbers:
+class BaseTables:
     """The numbers of a base's chunks in an object store, one array after the other.
 
     ``chunks`` has the number of chunks of each array, and ``subchunks`` the number of subchunks of one of its chunks
@@ -62,7 +62,7 @@ class SentBase:
     """The number of saves since the last one that wrote every chunk."""
     paths: tuple[str, ...]
     """The arrays that the save may reuse."""
-    numbers: BaseNumbers | None
+    tables: BaseTables | None
     """None for local files, whose bytes are compared."""
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class SentBase:
             raise ValueError(f"the tree {self.tree!r:.100} does not belong to the base {self.save_id!r:.100}")
         if self.name in (".", "..") or "/" in self.name:
             raise ValueError(f"{self.name!r:.100} is not the name of a folder of the run")
-        if self.numbers is not None and len(self.paths) != len(self.numbers.chunks):
+        if self.tables is not None and len(self.paths) != len(self.tables.chunks):
             raise ValueError("the arrays of the base do not match its numbers of chunks")
 
 
@@ -132,12 +132,12 @@ class BaseReader:
         # Equal tensors, and all blobs of equal names.
         nodes = [n for n in base.root.arrays() if tensors.get(n.path) == n or n.path in blobs]
         try:
-            numbers = None if base.linked else _read_numbers(base, nodes, self.optional)
+            tables = None if base.linked else _read_tables(base, nodes, self.optional)
         except CheckpointError as err:
             self._refuse(base.spec, str(err))
             return None
         paths = tuple(node.path for node in nodes)
-        return SentBase(base.name, base.root.save_id, base.root.tree, base.saves, paths, numbers)
+        return SentBase(base.name, base.root.save_id, base.root.tree, base.saves, paths, tables)
 
     def _find(self) -> None:
         if (found := self._request.base_to_read()) is None:
@@ -166,7 +166,7 @@ class BaseReader:
         log.log(level, "%s", self.problem)
 
 
-def _read_numbers(base: _StoredBase, nodes: list[ArrayNode], optional: OptionalRequests) -> BaseNumbers:
+def _read_tables(base: _StoredBase, nodes: list[ArrayNode], optional: OptionalRequests) -> BaseTables:
     """Read the tables of a base, and return the numbers of some of its arrays. Two requests at a time."""
     assert base.root.digests is not None
 
@@ -186,7 +186,7 @@ def _read_numbers(base: _StoredBase, nodes: list[ArrayNode], optional: OptionalR
             chosen_digests.append(digests[chunk : chunk + chunks])
             chosen_checksums.append(checksums[subchunk : subchunk + subchunks])
         chunk, subchunk = chunk + chunks, subchunk + subchunks
-    return BaseNumbers(
+    return BaseTables(
         base.version,
         np.array([node.grid.num_chunks for node in nodes], "<i8"),
         np.array([node.grid.subchunks_per_chunk for node in nodes], "<i8"),

@@ -105,7 +105,7 @@ def _reused_bytes(plan: RankPlan, state: LocalState, base: SentBase, request: Sa
     """Return the bytes of the elements of this rank's unchanged chunks."""
     items, reused, paths = Items(plan, state), 0, frozenset(base.paths)
     budget = transfer_memory(request.options.max_inflight_bytes, items.prepare())
-    numbers = None if base.numbers is None else NumberedChunks(base.paths, base.numbers)
+    numbers = None if base.tables is None else NumberedChunks(base.paths, base.tables)
     store = request.base_spec(base.name).open()
     for chunk in plan.chunks:
         node = plan.arrays[chunk.fqn]

@@ -29,7 +29,7 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import DIGESTS, table_node
 from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._plan.rank_plan import ChunkPlan
-from zarrckpt._save.base import BaseNumbers, SentBase
+from zarrckpt._save.base import BaseTables, SentBase
 from zarrckpt._store import Buffer, Store
 from zarrckpt._store._base import version_of
 from zarrckpt._store._linkable import COMPARED_BYTES, LinkableFile
@@ -220,12 +220,12 @@ class _ArrayNumbers:
 class NumberedChunks:
     """The numbers of the chunks of a base, by array."""
 
-    def __init__(self, paths: Sequence[str], numbers: BaseNumbers) -> None:
+    def __init__(self, paths: Sequence[str], tables: BaseTables) -> None:
         self._arrays: dict[str, _ArrayNumbers] = {}
         chunk = subchunk = 0
-        for path, chunks, per_chunk in zip(paths, numbers.chunks.tolist(), numbers.subchunks.tolist(), strict=True):
-            checksums = numbers.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
-            self._arrays[path] = _ArrayNumbers(numbers.digests[chunk : chunk + chunks], checksums)
+        for path, chunks, per_chunk in zip(paths, tables.chunks.tolist(), tables.subchunks.tolist(), strict=True):
+            checksums = tables.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
+            self._arrays[path] = _ArrayNumbers(tables.digests[chunk : chunk + chunks], checksums)
             chunk, subchunk = chunk + chunks, subchunk + chunks * per_chunk
 
     def encode_unchanged(
@@ -245,14 +245,14 @@ class CopiedChunks:
     """The chunks of a base in an object store. The server copies those with equal numbers."""
 
     def __init__(
-        self, store: Store, base: Store, sent: SentBase, numbers: BaseNumbers, optional: OptionalRequests
+        self, store: Store, base: Store, sent: SentBase, tables: BaseTables, optional: OptionalRequests
     ) -> None:
         self._store = store
         self._optional = optional
         self._base = base
         self._sent = sent
-        self._version = numbers.version
-        self._numbers = NumberedChunks(sent.paths, numbers)
+        self._version = tables.version
+        self._numbers = NumberedChunks(sent.paths, tables)
         self._copied: list[CopiedObject] = []
         self._lock = threading.Lock()
 
@@ -322,6 +322,6 @@ class CopiedChunks:
 
 def open_base(store: Store, base: Store, sent: SentBase, optional: OptionalRequests) -> BaseChunks:
     """Return the chunks that the save of one rank to a store may reuse."""
-    if sent.numbers is None:
+    if sent.tables is None:
         return LinkedChunks(store, base, sent)
-    return CopiedChunks(store, base, sent, sent.numbers, optional)
+    return CopiedChunks(store, base, sent, sent.tables, optional)

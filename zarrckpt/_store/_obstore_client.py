@@ -72,10 +72,10 @@ def wait_for(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T
     Each time costs a switch between threads and, if another thread runs Python, a wait for the interpreter.
     """
 
-    return begin(ask, seconds).result()
+    return begin_call(ask, seconds).result()
 
 
-def begin(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> Future[T]:
+def begin_call(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> Future[T]:
     """Begin an asynchronous call of obstore, which ends with TimeoutError after ``seconds``."""
 
     async def answer() -> T:
@@ -188,7 +188,7 @@ class Bucket:
     def ask_optional(self, ask: Callable[[], Awaitable[T]], optional: OptionalRequests) -> T:
         """Make an asynchronous request that the caller can do without, and again with new credentials."""
         check_fork()
-        result = self.renewal.call(lambda: optional.ask(partial(begin, ask)))
+        result = self.renewal.call(lambda: optional.ask(partial(begin_call, ask)))
         _answered.add(self.server)
         return result
 
