@@ -304,10 +304,10 @@ class Bucket:
         )
 
     def change(self, part: str, change: Callable[[bytes], bytes | None]) -> None:
-        """Replace or delete the object of the base whose key contains a text."""
+        """Replace or delete the object of the base with a key, or whose key contains a text."""
         client = self.place.client()
         keys = [item["Key"] for item in client.list_objects_v2(Bucket=self.place.bucket)["Contents"]]
-        (key,) = (key for key in keys if key.startswith("1/") and part in key)
+        (key,) = [part] if part in keys else (key for key in keys if key.startswith("1/") and part in key)
         data = change(client.get_object(Bucket=self.place.bucket, Key=key)["Body"].read())
         if data is None:
             client.delete_object(Bucket=self.place.bucket, Key=key)

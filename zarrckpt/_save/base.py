@@ -118,7 +118,7 @@ class BaseReader:
 
     def read(self, layout: Layout) -> SentBase | None:
         """Return the part of the base that a save of this layout may reuse. Two requests at a time for its tables."""
-        if self._base is None and self._request.run is not None:
+        if self._base is None and not self.problem and self._request.run is not None:
             # A run that was not restored knows its newest checkpoint only after it has begun.
             self._find()
         if (base := self._base) is None:
