@@ -56,9 +56,10 @@ class SaveOptions:
             (default 512 MiB, at least one chunk).
         reuse: whether unchanged chunks of an earlier checkpoint, the base, are copied by the store or linked instead of
             sent (``docs/how-to/reuse.md``). ``"auto"`` (default) does this in :class:`CheckpointManager`, where the
-            base is the run's newest checkpoint, and in saves with a ``base``. ``"on"`` also prepares other saves to be
-            a base: they store 8 bytes of digest per chunk. ``"off"`` writes every chunk.
-            Saves to archives (``.zarr.zip``) write every chunk.
+            base is the run's newest checkpoint, and in saves with a ``base``. ``"on"`` also prepares other saves to
+            object stores to be a base: they store 8 bytes of digest per chunk. There, whoever can write to the base
+            decides the bytes of the new checkpoint. ``"off"`` writes every chunk. Saves to archives (``.zarr.zip``)
+            write every chunk.
         reuse_full_every: write every chunk in one of this number of saves, so that a chunk that was damaged in the
             store is not shared for ever. None (default) never does.
         timeout: maximum time in seconds without an arrival or progress of a rank (default 1800). Then all other ranks

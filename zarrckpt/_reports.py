@@ -27,8 +27,9 @@ class SaveReport:
     first access to its state to the end of the clean-up. ``root_sha256`` is the SHA-256 of the root document
     (``zarr.json``) in hexadecimal, for trackers that refer to the checkpoint.
 
-    Of ``nbytes``, the store copied ``copied_bytes`` from the checkpoint at ``base``, ``linked_bytes`` are hard links to
-    its files, and the ranks sent ``sent_bytes``. ``base`` is "" if no chunk was reused.
+    Of ``nbytes``, the store copied ``copied_bytes`` from the checkpoint at ``base``, and the ranks sent ``sent_bytes``.
+    ``linked_bytes`` are hard links to files of the base, or of this save if tensors share memory (tied weights).
+    ``base`` is "" if no chunk was reused. Then ``base_problem`` is the reason if a base was given but cannot be used.
     """
 
     url: str
@@ -41,6 +42,7 @@ class SaveReport:
     copied_bytes: int = 0
     linked_bytes: int = 0
     root_sha256: str = ""
+    base_problem: str = ""
 
     @property
     def sent_bytes(self) -> int:

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
-from zarrckpt._store._base import Listing, Reuse
+from zarrckpt._store._base import Listing
+from zarrckpt._store._linkable import LinkableFile
+from zarrckpt._store._optional import OptionalRequests
 
 __all__ = [
     "FAIL",
@@ -182,9 +184,18 @@ class FaultyStore(Store):
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         self._call("put", key, lambda: self._inner.put_parts(key, groups))
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
-        inner = source._inner if isinstance(source, FaultyStore) else source
-        return self._call("reuse", key, lambda: self._inner.reuse(inner, source_key, key, nbytes))
+    def copies_from(self, source: Store) -> bool:
+        return self._inner.copies_from(_inner_of(source))
+
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
+        inner = _inner_of(source)
+        return self._call("reuse", key, lambda: self._inner.copy_from(inner, source_key, key, nbytes, optional))
+
+    def open_linkable(self, source: Store, source_key: str, key: str) -> LinkableFile | str:
+        return self._inner.open_linkable(_inner_of(source), source_key, key)
+
+    def link(self, file: LinkableFile, key: str) -> bool:
+        return self._call("reuse", key, lambda: self._inner.link(file, key))
 
     def create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda: self._inner.create(key, data))
@@ -282,6 +293,10 @@ class FaultyStore(Store):
             if fault is FAIL_AFTER:
                 raise StorageError(f"the response to {verb} of {key!r} in {self.url} was lost (injected)")
         return found
+
+
+def _inner_of(store: Store) -> Store:
+    return store._inner if isinstance(store, FaultyStore) else store
 
 
 def _without_last(found: Any) -> Any:

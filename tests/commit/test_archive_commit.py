@@ -198,6 +198,25 @@ def test_files_are_synced_before_and_after_the_commit(
         assert Event("fsync", folder) in events[named : events.index(Event("unlink", marker))]
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_each_rank_syncs_its_part_before_it_reports(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network filesystem, the sync of the coordinator does not write the pages of other machines."""
+    store, save_id, disk = open_store(str(tmp_path / NAME), durable=durable), "1" * 32, Disk()
+
+    def write() -> None:
+        store.put(f"@zarrckpt/{save_id}/zarr.json", [b"{}"])
+        store.begin_archive(save_id, 0)
+        store.begin_part(save_id, {"a/c.0": EntryPlace(0, 4)})
+        store.put_parts("a/c.0", lambda: [[b"data"]])
+        store.end_part()
+
+    _on(disk, write, monkeypatch)
+    written = max(number for number, event in enumerate(disk.events) if event.verb == "write")
+    assert (Event("fsync", disk.events[written].path) in disk.events[written:]) == durable
+
+
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "text": lambda path: path.write_text("mine" * 99),
     "empty file": lambda path: path.touch(),

@@ -19,6 +19,8 @@ from harness.internals import DTYPES, by_name, by_torch_name
 from harness.page_reader import PAGE, Reader
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
+from harness.s3_server import S3Server
+from harness.shared_chunks import sharing_small_chunks
 
 import zarrckpt
 from zarrckpt import UnsupportedValueError
@@ -303,21 +305,27 @@ def crc64_of(data: bytes) -> int:
     return found ^ 2**64 - 1
 
 
-def test_digests_are_those_of_all_chunk_objects(tmp_path: Path) -> None:
+def test_digests_are_those_of_all_chunk_objects(tmp_path: Path, s3_stub: S3Server) -> None:
     """In the order of the paths, also of copied chunks, and of arrays without dimensions or elements."""
     assert crc64_of(b"123456789") == crc64(b"6789", crc64(b"12345")) == 0xAE8B14860A799888
     state = {"w": torch.arange(12.0).reshape(4, 3), "n": torch.tensor(1), "empty": torch.zeros(0, 2), "blob": b"x" * 50}
-    base = None
+    place, base = s3_stub.bucket(), None
+    options = zarrckpt.SaveOptions(reuse="on", compression="zstd", max_chunk_bytes=16)
     for number in range(2):
         url = tmp_path / str(number)
-        options = zarrckpt.SaveOptions(reuse="on", compression="zstd", max_chunk_bytes=16, durable=False)
         state["n"] += number
-        zarrckpt.save(state, url, base=base, options=options)
+        with sharing_small_chunks():
+            target = place.url(str(number))
+            zarrckpt.save(state, target, base=base, storage_options=place.storage_options, options=options)
+        for name, stored in s3_stub.objects.items():
+            file = tmp_path / name.removeprefix(f"{place.bucket}/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(stored.data)
         (table,) = url.glob("@zarrckpt/*/digests/c.0")
         chunks = [url / "blob/c.0", url / "n/c", *(url / f"w/c.{row}.0" for row in range(4))]
         digests = [crc64_of(path.read_bytes()) for path in chunks]
         assert np.frombuffer(table.read_bytes()[:-4], "<u8").tolist() == digests
-        base = url
+        base = target
     reused = read(url).own["reused"]
     sizes = [path.stat().st_size for path in chunks if path.parent.name != "n"]
     assert reused == {"save_id": read(tmp_path / "0").save_id, "objects": 5, "nbytes": sum(sizes), "saves": 1}

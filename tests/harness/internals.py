@@ -17,6 +17,6 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import StoredArray
 from zarrckpt._store import Buffer, ObjectInfo, Store, StoreSpec, VersionedObject, join_url, open_store
 from zarrckpt._store import _zip_format as zip_format
-from zarrckpt._store._base import Listing, Reuse
+from zarrckpt._store._base import Listing
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._obstore import ObstoreStore

@@ -21,7 +21,8 @@ import zarrckpt
 import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.steps
-from harness.internals import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, in_thread
+from harness.internals import Buffer, Listing, ObjectInfo, Store, VersionedObject, in_thread
+from harness.shared_chunks import sharing_small_chunks
 from harness.torch_internals import LocalState, RankSave
 from zarrckpt import ObjectNotFoundError, StorageError, _jobs
 from zarrckpt._commit import attempts, marker
@@ -30,6 +31,7 @@ from zarrckpt._format import sealed
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._store._conditional_puts import ConditionalStore, ConditionSupport
+from zarrckpt._store._optional import OptionalRequests
 
 T = TypeVar("T")
 Content = dict[str, bytes]
@@ -118,10 +120,13 @@ class AskedStore(ConditionalStore):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self.ask(Op("put", key, b"".join(bytes(buffer) for buffer in buffers)))
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+    def copies_from(self, source: Store) -> bool:
+        return isinstance(source, AskedStore)
+
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
         assert isinstance(source, AskedStore)
-        found = self.ask(Op("copy", key, f"{source._folder}{source_key}".encode()))
-        return "copied" if found == nbytes else None
+        found: int | None = self.ask(Op("copy", key, f"{source._folder}{source_key}".encode()))
+        return found == nbytes
 
     def delete(self, keys: Iterable[str]) -> None:
         # In any store, many keys take many requests. Other agents may act in between.
@@ -204,6 +209,7 @@ def one_thread() -> Iterator[None]:
         "now": (sealed.now, lambda: f"2026-01-01T00:00:0{running.number}.000000Z"),
     }
     with ExitStack() as patches:
+        patches.enter_context(sharing_small_chunks())
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
                 patches.enter_context(mock.patch.object(module, name, other))

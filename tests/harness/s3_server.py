@@ -125,6 +125,10 @@ class Faults:
     """Number of requests that get a 503."""
     strike: Strike | None = None
     """One request that fails."""
+    delay: Callable[[Request], float] = lambda request: 0.0
+    """The seconds after which a request is carried out."""
+    dropped: Collection[str] = ()
+    """Kinds of requests that are not carried out, and after which the connection is closed instead of an answer."""
     failed_copies: int = 0
     """Number of copies that are not made and get an answer of status 200 with an error in its body."""
     cut_copies: bool = False
@@ -301,6 +305,9 @@ class S3Server:
             return Answer(302, {"Location": f"{faults.redirect_to}{request.target}"})
         if faults.refusal:
             return Answer(faults.refusal_status, {}, [memoryview(faults.refusal.encode())])
+        time.sleep(faults.delay(request))
+        if request.kind in faults.dropped:
+            return Answer(sent=0.0)
         try:
             self.check(request)
             strike = self._strike(request.kind)

@@ -336,7 +336,7 @@ def test_four_ranks_get_one_report(name: str, sizes: dict[str, Any], tmp_path: P
 
 def _plan_and_save_with_base(url: str) -> tuple[PlanReport, SaveReport]:
     line = init_device_mesh("cpu", (4,))
-    state = {"frozen": sharded(full((80, 33), 1), line), "adapter": sharded(full((8, 33), 2), line)}
+    state = {"frozen": sharded(full((2000, 33), 1), line), "adapter": sharded(full((2000, 33), 2), line)}
     zarrckpt.save(state, f"{url}/base", options=SaveOptions(reuse="on", min_piece_bytes=0))
     state["adapter"].to_local().add_(1)
     report = zarrckpt.plan_report(state, base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
@@ -349,8 +349,8 @@ def test_a_base_divides_bytes_into_sent_and_reused(tmp_path: Path) -> None:
     assert all(other == report for other in reports) and (report.objects, report.documents) == files(url)
     reused = Catalog(StoreSpec(url)).root.reused
     assert reused is not None and 0 < report.reused_bytes == saved.linked_bytes - 4 * reused.objects
-    assert report.sent_bytes == report.nbytes - report.reused_bytes == 8 * 33 * 8
-    assert " are sent and 21.1 KB reused; " in str(report)
+    assert report.sent_bytes == report.nbytes - report.reused_bytes == 2000 * 33 * 8
+    assert " are sent and 528 KB reused; " in str(report)
 
 
 def _with_and_without_merging() -> list[PlanReport]:

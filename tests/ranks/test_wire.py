@@ -34,14 +34,15 @@ from zarrckpt._ranks.control_messages import Message, decode_message, encode_mes
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
+from zarrckpt._save.base import BaseTables, SentBase
 from zarrckpt._save.plan_report import _RankForecast
-from zarrckpt._save.reuse import SentBase
 from zarrckpt._save.write import ArrayResult, ObjectResult, RankResults
 from zarrckpt._store._archive import ArchivePart
 
 ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
 NODE = ArrayNode("a/b", Grid((4, 6), (2, 6), (1, 6)), by_name("bfloat16"), True, Zstd(3))
-BASE = SentBase("step-1", ID, "", "0" * 64, 1, ("a",), *[np.ones(1, "<i8")] * 2, np.ones(1, "<u8"), np.ones(1, "<u4"))
+TABLES = BaseTables("0" * 64, *[np.ones(1, "<i8")] * 2, np.ones(1, "<u8"), np.ones(1, "<u4"))
+BASE = SentBase("step-1", ID, "", 1, ("a",), TABLES)
 RECORDS = [
     Box((0, 1), (2, 3)),
     NODE,
@@ -131,9 +132,9 @@ def tree(text: str, raw: bytes = b"") -> bytes:
     return struct.pack("<I", len(text.encode())) + text.encode() + raw
 
 
-def forged_base(**changes: Any) -> bytes:
-    """Return a message with a SentBase that no rank would send."""
-    forged = copy.copy(BASE)
+def forged(record: Any = BASE, **changes: Any) -> bytes:
+    """Return a message with a record that no rank would send."""
+    forged = copy.copy(record)
     forged.__dict__.update(changes)
     return wire.encode(forged)
 
@@ -192,10 +193,11 @@ def colliding_keys(tag: str) -> bytes:
         tree('["StatePath","dict",1,null,"a"]'),
         tree('["ChosenCheckpoint","../other",1,["t"],false]'),
         tree(f'["SentAttempt","{ID}","@../..","","host",false,null]'),
-        forged_base(name=".."),
-        forged_base(name="a/b"),
-        forged_base(tree="@../.."),
-        forged_base(digests=np.ones(2, "<u8")),
+        forged(name=".."),
+        forged(name="a/b"),
+        forged(tree="@../.."),
+        forged(paths=()),
+        forged(TABLES, digests=np.ones(2, "<u8")),
     ],
     ids=lambda data: repr(data[4:40]),
 )

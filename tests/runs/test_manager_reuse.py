@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ import torch
 from harness.crashes import state
 from harness.managed import OPTIONS, damage_root, folders, manager, name, restored, sound, watched
 from harness.s3_server import S3Server
+from harness.shared_chunks import sharing_small_chunks
 
 import zarrckpt
 from zarrckpt import Keep
 
 CHUNK = "deep/b/c.0"
 """The chunk that never changes."""
+
+
+@pytest.fixture(autouse=True)
+def _share_small_chunks() -> Iterator[None]:
+    with sharing_small_chunks():
+        yield
 
 
 def links(run: Path, step: int) -> int:
@@ -87,8 +95,6 @@ def test_a_removed_base_is_not_missed(tmp_path: Path) -> None:
 def test_options_turn_reuse_off_or_limit_it(changes: dict[str, Any], linked: list[int], tmp_path: Path) -> None:
     with manager(tmp_path, options=dataclasses.replace(OPTIONS, **changes)) as job:
         assert [job.save(step, state(step)).result().linked_bytes for step in (1, 2, 3)] == linked
-    tables = {path.parent.name for path in tmp_path.glob("*/@zarrckpt/*/*/c.0")}
-    assert ("digests" in tables) == ("reuse" not in changes)
 
 
 def test_saves_send_only_changed_chunks_to_s3(s3_stub: S3Server) -> None:
@@ -103,3 +109,46 @@ def test_saves_send_only_changed_chunks_to_s3(s3_stub: S3Server) -> None:
             sent.append(s3_stub.log.stats()["bytes_in"])
     assert sent[0] > frozen.nbytes > (64 << 10) > max(sent[1:])
     assert zarrckpt.open(place.url("run/" + name(3)), storage_options=place.storage_options).verify()
+
+
+def test_runs_that_begin_from_one_checkpoint_share_its_files(tmp_path: Path) -> None:
+    with manager(tmp_path / "pretrained") as job:
+        job.save(5, state(5))
+    source = tmp_path / "pretrained" / name(5)
+    for number in range(3):
+        with manager(tmp_path / str(number), init_from=source) as job:
+            assert restored(job) == 5
+            reports = [job.save(step, state(step)).result() for step in (6, 7)]
+        assert [report.linked_bytes for report in reports] == [10, 10]
+        assert [report.base for report in reports] == [str(source), str(tmp_path / str(number) / name(6))]
+    assert (source / CHUNK).stat().st_nlink == 7
+    zarrckpt.remove(source)
+    assert sound(tmp_path / "0") == [6, 7]
+    # A job that does not begin from it, because its run has checkpoints, reuses these.
+    with manager(tmp_path / "0", init_from=source) as job:
+        assert job.save(8, state(8)).result().base == str(tmp_path / "0" / name(7))
+
+
+def test_files_of_init_from_that_others_may_change_are_not_linked(tmp_path: Path) -> None:
+    with manager(tmp_path / "pretrained") as job:
+        job.save(5, state(5))
+    source = tmp_path / "pretrained" / name(5)
+    (source / CHUNK).chmod(0o666)
+    with manager(tmp_path / "run", init_from=source) as job:
+        restored(job)
+        assert job.save(6, state(6)).result().linked_bytes == 0
+    assert sound(tmp_path / "run") == [6]
+
+
+@pytest.mark.parametrize("reuse", ["auto", "on"])
+def test_init_from_in_an_object_store_is_a_base_only_by_option(reuse: Any, s3_stub: S3Server) -> None:
+    place = s3_stub.bucket()
+    options = dataclasses.replace(OPTIONS, reuse=reuse)
+    arguments = {"storage_options": place.storage_options, "options": options}
+    with manager(place.url("pretrained"), **arguments) as job:
+        job.save(5, state(5))
+    source = place.url(f"pretrained/{name(5)}")
+    with manager(place.url("run"), init_from=source, **arguments) as job:
+        assert restored(job) == 5
+        reports = [job.save(step, state(step)).result() for step in (6, 7)]
+    assert [report.copied_bytes for report in reports] == [10 if reuse == "on" else 0, 10]

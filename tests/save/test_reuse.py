@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 import json
+import os
+import pwd
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
+from harness.internals import LocalStore, open_store
+from harness.memory_peaks import traced_peak_of
 from harness.random_tensors import random_tensor
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
+from harness.shared_chunks import not_sharing_small_chunks, sharing_small_chunks
+from harness.store_servers import S3Place
 from harness.torch_internals import RankSave
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,12 +40,22 @@ from torch.distributed.fsdp import fully_shard
 
 import zarrckpt
 from zarrckpt._format import chunk_codec
+from zarrckpt._format.crc32c import crc32c
+from zarrckpt._ops import verify
 from zarrckpt._plan import chunking
+from zarrckpt._save import staging
+from zarrckpt._store._linkable import LinkableFile
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 State = dict[str, Any]
 
 ON = zarrckpt.SaveOptions(reuse="on", durable=False, max_chunk_bytes=1 << 12)
+
+
+@pytest.fixture(autouse=True)
+def _share_small_chunks() -> Iterator[None]:
+    with sharing_small_chunks():
+        yield
 
 
 # -- any change of any chunk
@@ -251,38 +269,101 @@ def test_portable_and_real_dtypes_are_not_mixed(tmp_path: Path) -> None:
     check_content(tmp_path / "same", state)
 
 
-def _without_digests(base: Path) -> None:
-    zarrckpt.save(frozen_and(1), base, overwrite=True, options=dataclasses.replace(ON, reuse="off"))
-
-
-def _damage_digests(base: Path) -> None:
-    (table,) = base.glob("@zarrckpt/*/digests/c.0")
-    data = bytearray(table.read_bytes())
-    data[3] ^= 1
-    table.write_bytes(data)
-
-
-def _remove_checksums(base: Path) -> None:
-    (table,) = base.glob("@zarrckpt/*/checksums/c.0")
-    table.unlink()
-
-
 def _damage_root(base: Path) -> None:
     (base / "zarr.json").write_bytes((base / "zarr.json").read_bytes()[:-10])
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [_without_digests, _damage_digests, _remove_checksums, _damage_root, zarrckpt.remove],
-    ids=lambda prepare: prepare.__name__,
-)
+def _pack(base: Path) -> None:
+    zarrckpt.copy(base, f"{base}.zarr.zip")
+
+
+@pytest.mark.parametrize("prepare", [_damage_root, zarrckpt.remove, _pack], ids=lambda prepare: prepare.__name__)
 def test_without_a_usable_base_everything_is_written(
     prepare: Callable[[Path], object], base: Path, tmp_path: Path
 ) -> None:
     prepare(base)
-    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
-    assert (report.linked_bytes, report.base) == (0, "")
+    given = f"{base}.zarr.zip" if prepare is _pack else base
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=given, options=ON)
+    assert (report.linked_bytes, report.base) == (0, "") and str(given) in report.base_problem
     check_content(tmp_path / "new", frozen_and(2))
+
+
+class Bucket:
+    """A bucket with a base."""
+
+    def __init__(self, place: S3Place) -> None:
+        self.place = place
+        self.options = {"storage_options": place.storage_options}
+        self.save(1)
+
+    def url(self, number: int) -> str:
+        return self.place.url(str(number))
+
+    def save(self, number: int, base: int | None = None, **options: Any) -> zarrckpt.SaveReport:
+        given = None if base is None else self.url(base)
+        return zarrckpt.save(
+            frozen_and(number), self.url(number), base=given, **self.options, options=dataclasses.replace(ON, **options)
+        )
+
+    def change(self, part: str, change: Callable[[bytes], bytes | None]) -> None:
+        """Replace or delete the object of the base with a key, or whose key contains a text."""
+        client = self.place.client()
+        keys = [item["Key"] for item in client.list_objects_v2(Bucket=self.place.bucket)["Contents"]]
+        (key,) = [part] if part in keys else (key for key in keys if key.startswith("1/") and part in key)
+        data = change(client.get_object(Bucket=self.place.bucket, Key=key)["Body"].read())
+        if data is None:
+            client.delete_object(Bucket=self.place.bucket, Key=key)
+        else:
+            client.put_object(Bucket=self.place.bucket, Key=key, Body=data)
+
+
+@pytest.fixture
+def bucket(s3_stub: S3Server) -> Bucket:
+    return Bucket(s3_stub.bucket())
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+@pytest.mark.parametrize(("part", "change"), [("digests/c.0", flipped), ("checksums/c.0", lambda data: None)])
+def test_a_base_with_damaged_tables_is_not_copied(
+    part: str, change: Callable[[bytes], bytes | None], bucket: Bucket
+) -> None:
+    bucket.change(part, change)
+    report = bucket.save(2, base=1)
+    assert (report.copied_bytes, report.base) == (0, "") and "table" in report.base_problem
+    check_content(bucket.url(2), frozen_and(2), **bucket.options)
+
+
+def test_a_base_without_digests_is_named_and_its_successor_reused(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.save(2, reuse="off")
+    caplog.clear()
+    report = bucket.save(3, base=2, reuse="auto")
+    assert (report.copied_bytes, report.base) == (0, "")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == report.base_problem
+    assert bucket.url(2) in report.base_problem and "reuse='on'" in report.base_problem
+    report = bucket.save(4, base=3, reuse="auto")
+    assert (report.copied_bytes, report.base, report.base_problem) == (FROZEN_BYTES, bucket.url(3), "")
+    check_content(bucket.url(4), frozen_and(4), **bucket.options)
+
+
+@pytest.mark.parametrize("equal", ["crc32c", "crc64"])
+def test_both_checks_of_a_chunk_must_agree(equal: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunk_codec, verify):
+        monkeypatch.setattr(module, "crc64", lambda data, before=0: 7)
+    bucket.save(2)
+    state, url = frozen_and(2), bucket.url(3)
+    if equal == "crc32c":
+        monkeypatch.undo()
+    else:
+        state = {"frozen": state["frozen"] + 1, "adapter": state["adapter"] + 1, "step": 1, "blob": b"3" * 50}
+    report = zarrckpt.save(state, url, base=bucket.url(2), **bucket.options, options=ON)
+    assert report.copied_bytes == 0
+    check_content(url, state, **bucket.options)
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000])
@@ -312,18 +393,140 @@ def test_an_overwrite_may_reuse_what_it_replaces(base: Path) -> None:
     assert not base.exists()
 
 
-@pytest.mark.parametrize("equal", ["crc32c", "crc64"])
-def test_both_checks_of_a_chunk_must_agree(equal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = frozen_and(1)
-    monkeypatch.setattr(chunk_codec, "crc64", lambda data, before=0: 7)
-    zarrckpt.save(state, tmp_path / "base", options=ON)
-    if equal == "crc32c":
-        monkeypatch.undo()
-    else:
-        state = {"frozen": state["frozen"] + 1, "adapter": state["adapter"] + 1, "step": 1, "blob": b"2" * 50}
-    report = zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=ON)
-    assert report.linked_bytes == 0
+# -- local files: what is linked was compared
+
+
+def _flip_bits(chunk: Path) -> None:
+    data = bytearray(chunk.read_bytes())
+    data[0] ^= 1
+    data[-1] ^= 1
+    chunk.write_bytes(data)
+
+
+def _link_elsewhere(chunk: Path) -> None:
+    chunk.rename(f"{chunk}-moved")
+    chunk.symlink_to(f"{chunk}-moved")
+
+
+def _make_private(chunk: Path) -> None:
+    chunk.chmod(0o600)
+
+
+def _let_others_write(chunk: Path) -> None:
+    chunk.chmod(0o646)
+
+
+def _forge(chunk: Path) -> None:
+    chunk.write_bytes(with_equal_checksum(chunk.read_bytes()))
+
+
+@pytest.mark.parametrize("last", [0, 2])
+@pytest.mark.parametrize(
+    "prepare",
+    [_forge, _flip_bits, _link_elsewhere, _make_private, _let_others_write, Path.unlink],
+    ids=lambda prepare: prepare.__name__,
+)
+def test_files_of_other_bytes_or_rights_are_written(
+    prepare: Callable[[Path], object], last: int, base: Path, tmp_path: Path
+) -> None:
+    for number in range(last, 4):
+        prepare(base / "frozen" / f"c.{number}.0")
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
+    assert report.linked_bytes == last * FROZEN_BYTES // 4
+    check_content(tmp_path / "new", frozen_and(2))
+    assert all(not path.is_symlink() and path.stat().st_nlink <= 2 for path in chunk_files(tmp_path / "new").values())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o077, 0o022), (0o022, 0o077), (0o022, 0o002), (0o002, 0o022)])
+def test_linked_files_have_the_mode_of_new_ones(before: int, after: int, tmp_path: Path) -> None:
+    own = os.umask(before)
+    try:
+        zarrckpt.save(frozen_and(1), tmp_path / "base", options=ON)
+        os.umask(after)
+        reports = [
+            zarrckpt.save(frozen_and(2), tmp_path / name, base=tmp_path / base, options=ON)
+            for name, base in (("new", "base"), ("newer", "new"))
+        ]
+    finally:
+        os.umask(own)
+    shared = reports[1].nbytes if after != 0o002 or is_private() else 0
+    assert [report.linked_bytes for report in reports] == [0, shared]
+    for name in ("new", "newer"):
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / name).rglob("*") if path.is_file()}
+        assert modes == {0o666 & ~after}
+        check_content(tmp_path / name, frozen_and(2))
+
+
+def is_private() -> bool:
+    """Whether this user's group has the user's name."""
+    return grp.getgrgid(os.getegid()).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+
+
+def test_files_of_another_group_are_written(base: Path, tmp_path: Path) -> None:
+    """A setgid folder gives its group to new files."""
+    new = tmp_path / "new"
+    new.mkdir()
+    try:
+        os.chown(new, -1, 12345)
+    except PermissionError:
+        pytest.skip("only root may use any group")
+    new.chmod(0o2775)
+    report = zarrckpt.save(frozen_and(2), new, base=base, options=ON)
+    assert report.linked_bytes == 0 and "group" in report.base_problem
+    assert {path.stat().st_gid for path in new.rglob("*")} == {12345}
+
+
+def test_a_file_that_is_replaced_after_the_comparison_is_written(base: Path, tmp_path: Path) -> None:
+    chunk = base / "frozen" / "c.0.0"
+
+    def replace() -> None:
+        data = chunk.read_bytes()
+        chunk.unlink()
+        chunk.write_bytes(flipped(data))
+
+    store = FaultyStore(tmp_path / "new", at_reuse(0, replace))
+    store.max_concurrency = 1
+    zarrckpt.save(frozen_and(2), store, base=base, options=ON)
+    check_content(tmp_path / "new", frozen_and(2))
+
+
+def test_a_base_that_is_read_slowly_is_written(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    real = LinkableFile.has_next
+
+    def has_next(self: LinkableFile, *args: Any) -> bool:
+        reads.append(self.path)
+        time.sleep(0.3)
+        return real(self, *args)
+
+    monkeypatch.setattr(LinkableFile, "has_next", has_next)
+    monkeypatch.setattr(LocalStore, "max_concurrency", 1)
+    report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
+    assert len(reads) == 2 and report.linked_bytes == 0 and "longer" in report.base_problem
+    check_content(tmp_path / "new", frozen_and(2))
+
+
+def test_the_comparison_stays_within_the_memory_bound(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(1 << 20) for number in range(16)}
+    options = zarrckpt.SaveOptions(durable=False, max_inflight_bytes=1 << 20)
+    zarrckpt.save(state, tmp_path / "base", options=options)
+    state["w3"][-1] += 1
+    reports = []
+    peak = traced_peak_of(
+        lambda: reports.append(zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=options))
+    )
+    assert reports[0].linked_bytes > 15 << 22 and peak < 2 << 20
     check_content(tmp_path / "new", state)
+
+
+def test_small_chunks_are_not_shared(tmp_path: Path) -> None:
+    sizes = {"below": (64 << 10) - 5, "at": (64 << 10) - 4}
+    state = {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
+    quick = zarrckpt.SaveOptions(durable=False)
+    with not_sharing_small_chunks():
+        zarrckpt.save(state, tmp_path / "base", options=quick)
+        zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=quick)
+    assert linked(tmp_path / "new", tmp_path / "base") == {"at/c.0"}
 
 
 # -- the base changes while its chunks are copied
@@ -407,24 +610,35 @@ def test_a_base_may_change_while_it_is_copied(
         check_content(base, _other(), **options)
 
 
-def test_a_chunk_that_cannot_be_written_again_ends_the_save(base: Path, tmp_path: Path) -> None:
+def test_a_chunk_that_cannot_be_written_again_ends_the_save(bucket: Bucket) -> None:
     """Only if the base was changed by hand: a removal deletes the tables before any chunk."""
-    state = frozen_and(1)
+    state, url = frozen_and(1), bucket.url(2)
 
     def spoil() -> None:
-        chunk = base / "blob" / "c.0"
-        data = bytearray(chunk.read_bytes())
-        data[0] ^= 1
-        chunk.write_bytes(data)
-        (base / "zarr.json").unlink()
+        bucket.change("1/blob/c.0", flipped)
+        bucket.change("1/zarr.json", lambda data: None)
 
-    store = FaultyStore(tmp_path / "new", at_reuse(0, spoil))
+    store = FaultyStore(url, at_reuse(0, spoil), **bucket.options)
+    store.max_concurrency = 1
     with pytest.raises(zarrckpt.IncompleteSaveError, match="Save again, without this base"):
-        zarrckpt.save(state, store, base=base, options=ON)
+        zarrckpt.save(state, store, base=FaultyStore(bucket.url(1), **bucket.options), options=ON)
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
-        zarrckpt.open(tmp_path / "new")
-    zarrckpt.save(state, tmp_path / "new", options=ON)
-    check_content(tmp_path / "new", state)
+        zarrckpt.open(url, **bucket.options)
+    zarrckpt.save(state, url, **bucket.options, options=ON)
+    check_content(url, state, **bucket.options)
+
+
+def test_a_copy_of_a_value_is_not_used_without_the_tables_of_the_base(bucket: Bucket) -> None:
+    """Without the tables, the base is being removed, and its chunks may be those of another save."""
+
+    def begin_removal() -> None:
+        bucket.change("digests/zarr.json", lambda data: None)
+        bucket.change("1/blob/c.0", flipped)
+
+    store = FaultyStore(bucket.url(2), at_reuse(0, begin_removal), **bucket.options)
+    store.max_concurrency = 1
+    zarrckpt.save(frozen_and(1), store, base=FaultyStore(bucket.url(1), **bucket.options), options=ON)
+    check_content(bucket.url(2), frozen_and(1), **bucket.options)
 
 
 # -- the base never changes
@@ -458,23 +672,18 @@ def test_the_base_keeps_its_bytes_whatever_happens_to_the_new(end: str, base: Pa
 # -- options
 
 
-def tables(url: Path) -> set[str]:
-    return {path.parent.name for path in url.glob("@zarrckpt/*/*/c.0")}
+def test_digests_are_stored_only_for_reuse_in_object_stores(bucket: Bucket, tmp_path: Path) -> None:
+    def has_digests(url: str, **options: Any) -> bool:
+        return "digests" in json.loads(open_store(url, **options).get("zarr.json"))["attributes"]["zarrckpt"]["tables"]
 
-
-def test_digests_are_stored_only_for_reuse(tmp_path: Path) -> None:
-    quick = zarrckpt.SaveOptions(durable=False)
-    zarrckpt.save(frozen_and(1), tmp_path / "plain", options=quick)
-    assert "digests" not in tables(tmp_path / "plain")
-    zarrckpt.save(frozen_and(1), tmp_path / "auto", base=tmp_path / "plain", options=quick)
-    assert "digests" in tables(tmp_path / "auto")
-    zarrckpt.save(
-        frozen_and(1), tmp_path / "off", base=tmp_path / "auto", options=dataclasses.replace(quick, reuse="off")
-    )
-    assert "digests" not in tables(tmp_path / "off") and not linked(tmp_path / "off", tmp_path / "auto")
-    zarrckpt.copy(tmp_path / "auto", tmp_path / "copied")
-    assert "digests" not in tables(tmp_path / "copied")
-    check_content(tmp_path / "copied", frozen_and(1))
+    for number, (base, mode, stored) in enumerate(((None, "auto", False), (2, "auto", True), (3, "off", False)), 2):
+        report = bucket.save(number, base=base, reuse=mode)
+        assert has_digests(bucket.url(number), **bucket.options) == stored and not report.copied_bytes
+    zarrckpt.copy(zarrckpt.open(bucket.url(3), **bucket.options), bucket.url(5), **bucket.options)
+    assert not has_digests(bucket.url(5), **bucket.options)
+    check_content(bucket.url(5), frozen_and(3), **bucket.options)
+    zarrckpt.save(frozen_and(1), tmp_path / "local", options=ON)
+    assert not has_digests(str(tmp_path / "local"))
 
 
 def test_every_nth_save_writes_all_chunks(tmp_path: Path) -> None:
@@ -512,13 +721,40 @@ def test_damage_of_a_shared_chunk_is_found_in_both(base: Path, tmp_path: Path) -
         zarrckpt.load(state, tmp_path / "new")
 
 
-def test_verify_finds_a_damaged_table_of_digests(base: Path) -> None:
-    _damage_digests(base)
-    (damage,) = zarrckpt.open(base).verify().damages
-    assert damage.key.endswith("/digests/c.0")
-    (document,) = base.glob("@zarrckpt/*/digests/zarr.json")
-    document.unlink()
-    assert len(zarrckpt.open(base).verify().damages) == 2
+def test_damage_of_the_base_ends_with_the_next_save(base: Path, tmp_path: Path) -> None:
+    _flip_bits(base / "frozen" / "c.2.0")
+    report = zarrckpt.save(frozen_and(1), base, base=base, overwrite=True, options=ON)
+    assert report.linked_bytes == report.nbytes - FROZEN_BYTES // 4
+    check_content(base, frozen_and(1))
+
+
+def with_equal_checksum(data: bytes) -> bytes:
+    """Return other bytes with the same crc32c behind them. Its last 4 bytes are chosen, since crc32c is linear."""
+    other = flipped(data[:-8])
+    nothing = crc32c(other + bytes(4))
+    left, patch = nothing ^ crc32c(data[:-4]), 0
+    rows = [(crc32c(other + (1 << bit).to_bytes(4, "little")) ^ nothing, 1 << bit) for bit in range(32)]
+    for bit in range(31, -1, -1):
+        pivot = next(row for row in rows if row[0] >> bit & 1)
+        rows = [
+            (row[0] ^ pivot[0], row[1] ^ pivot[1]) if row[0] >> bit & 1 else row for row in rows if row is not pivot
+        ]
+        if left >> bit & 1:
+            left, patch = left ^ pivot[0], patch ^ pivot[1]
+    return other + patch.to_bytes(4, "little") + data[-4:]
+
+
+def test_verify_compares_digests_with_objects(bucket: Bucket) -> None:
+    def damages() -> dict[str, str]:
+        found = zarrckpt.open(bucket.url(1), **bucket.options).verify().damages
+        return {damage.key: damage.reason for damage in found}
+
+    bucket.change("1/adapter/c.0", with_equal_checksum)
+    assert damages() == {"adapter/c.0": "its digest differs from the save"}
+    bucket.change("digests/c.0", flipped)
+    assert [key for key in damages() if "digests" in key] == [*damages()]
+    bucket.change("digests/zarr.json", lambda data: None)
+    assert len(damages()) == 2
 
 
 def test_the_root_counts_what_was_reused(base: Path, tmp_path: Path) -> None:
@@ -527,6 +763,125 @@ def test_the_root_counts_what_was_reused(base: Path, tmp_path: Path) -> None:
     expected = {"save_id": zarrckpt.open(base).save_id, "objects": 4, "nbytes": FROZEN_BYTES, "saves": 1}
     assert own["reused"] == expected
     assert "reused" not in json.loads((base / "zarr.json").read_bytes())["attributes"]["zarrckpt"]
+
+
+# -- tensors that share memory
+
+
+class Tied(nn.Module):
+    """A model whose output layer has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+
+TIED_BYTES = 32 * 32 * 4 + 4
+
+
+def save_at_once(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    return zarrckpt.save(state, url, options=dataclasses.replace(ON, **options))
+
+
+def save_in_background(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    with patch.object(staging, "_SHARED_BYTES", 1):
+        return zarrckpt.async_save(state, url, options=dataclasses.replace(ON, **options)).result()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def save_by_dcp(state: State, url: Path, **options: Any) -> zarrckpt.SaveReport:
+    writer = zarrckpt.ZarrStorageWriter(url, options=dataclasses.replace(ON, **options))
+    report: Any = dcp.save({"model": state["model"].state_dict()}, storage_writer=writer).storage_data
+    return report
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("save", [save_at_once, save_in_background, save_by_dcp])
+def test_tied_weights_are_one_file(save: Callable[..., Any], compression: Any, tmp_path: Path) -> None:
+    model = Tied()
+    report = save({"model": model}, tmp_path / "one", compression=compression)
+    chunks = chunk_files(tmp_path / "one")
+    embed, head = chunks.values()
+    assert embed.samefile(head) and report.linked_bytes == report.sent_bytes == report.nbytes // 2
+    assert report.base == report.base_problem == ""
+    # The same bytes as without a link, and checkpoints that do not depend on it.
+    apart = {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    zarrckpt.save(apart, tmp_path / "apart", options=dataclasses.replace(ON, compression=compression))
+    assert [path.read_bytes() for path in chunks.values()] == [
+        path.read_bytes() for path in chunk_files(tmp_path / "apart").values()
+    ]
+    zarrckpt.copy(tmp_path / "one", tmp_path / "two")
+    again = zarrckpt.save(apart, tmp_path / "three", base=tmp_path / "one", options=ON if not compression else None)
+    assert compression or again.linked_bytes == again.nbytes
+    zarrckpt.remove(tmp_path / "one")
+    for name in ("two", "three"):
+        loaded = {"model": {name: torch.zeros(32, 32) for name in apart["model"]}}
+        zarrckpt.load(loaded, tmp_path / name)
+        assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in apart["model"].items())
+        zarrckpt.open(tmp_path / name).verify().raise_if_damaged()
+
+
+def test_tied_weights_of_a_base_are_reused(tmp_path: Path) -> None:
+    state = {"model": Tied(), "step": 1}
+    zarrckpt.save(state, tmp_path / "base", options=ON)
+    report = zarrckpt.save(state, tmp_path / "new", base=tmp_path / "base", options=ON)
+    assert report.linked_bytes == report.nbytes == 2 * TIED_BYTES
+    own = json.loads((tmp_path / "new" / "zarr.json").read_bytes())["attributes"]["zarrckpt"]
+    assert own["reused"]["objects"] == 2
+    with torch.no_grad():
+        state["model"].embed.weight += 1
+    report = zarrckpt.save(state, tmp_path / "newer", base=tmp_path / "new", options=ON)
+    assert (report.linked_bytes, report.base) == (TIED_BYTES, "")
+    check = {"model": Tied(), "step": 0}
+    zarrckpt.load(check, tmp_path / "newer")
+    assert torch.equal(check["model"].head.weight, state["model"].embed.weight)
+
+
+WHOLE_ROWS = torch.arange(4096.0).reshape(64, 64)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(WHOLE_ROWS.T, id="strides"),
+        pytest.param(WHOLE_ROWS[:32], id="fewer rows"),
+        pytest.param(WHOLE_ROWS[1:], id="offset"),
+        pytest.param(WHOLE_ROWS.view(torch.int32), id="dtype"),
+        pytest.param(WHOLE_ROWS.reshape(4096), id="shape"),
+        pytest.param(torch.view_as_complex(WHOLE_ROWS.reshape(64, 32, 2)).conj(), id="conjugate"),
+        pytest.param(WHOLE_ROWS.clone(), id="equal"),
+    ],
+)
+def test_other_views_of_one_memory_are_not_links(other: torch.Tensor, tmp_path: Path) -> None:
+    state = {"a": WHOLE_ROWS, "b": other, "step": 1}
+    assert zarrckpt.save(state, tmp_path / "one", options=ON).linked_bytes == 0
+    check_content(tmp_path / "one", {**state, "b": other.resolve_conj()})
+
+
+def test_chunks_of_tied_tensors_are_links_one_by_one(tmp_path: Path) -> None:
+    state = {"a": WHOLE_ROWS, "b": WHOLE_ROWS.view(64, 64), "c": WHOLE_ROWS.detach(), "step": 1}
+    report = zarrckpt.save(state, tmp_path / "one", options=ON)
+    assert report.linked_bytes * 3 == report.nbytes * 2
+    assert {path.stat().st_nlink for path in chunk_files(tmp_path / "one").values()} == {3}
+    check_content(tmp_path / "one", state)
+
+
+@pytest.mark.parametrize("where", ["s3", "archive", "no links"])
+def test_tied_weights_are_stored_twice_elsewhere(
+    where: str, tmp_path: Path, s3_stub: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = s3_stub.bucket()
+    url: Any = {"s3": place.url("one"), "archive": tmp_path / "one.zarr.zip", "no links": tmp_path / "one"}[where]
+    options = {"storage_options": place.storage_options} if where == "s3" else {}
+    if where == "no links":
+        monkeypatch.setattr(LocalStore, "link", lambda *args: False)
+    model = Tied()
+    report = zarrckpt.save({"model": model}, url, **options, options=ON)
+    assert report.linked_bytes == 0 and report.sent_bytes == report.nbytes == 2 * TIED_BYTES
+    check = Tied()
+    zarrckpt.load({"model": check}, url, **options)
+    assert torch.equal(check.embed.weight, model.embed.weight)
 
 
 # -- other ways to save
@@ -576,10 +931,11 @@ def _check_model(url: Path, number: int) -> None:
 
 def _save_on_ranks(folder: str, numbers: Sequence[int], options: zarrckpt.SaveOptions) -> list[zarrckpt.SaveReport]:
     """Save some numbers, each with the one before as its base."""
-    return [
-        zarrckpt.save(_model(number), f"{folder}/{number}", base=f"{folder}/{number - 1}", options=options)
-        for number in numbers
-    ]
+    with sharing_small_chunks():
+        return [
+            zarrckpt.save(_model(number), f"{folder}/{number}", base=f"{folder}/{number - 1}", options=options)
+            for number in numbers
+        ]
 
 
 @pytest.mark.parametrize("pieces", ["whole chunks", "moved pieces", "shards"])
@@ -614,7 +970,7 @@ def _save_while_the_base_is_replaced(folder: str, options: zarrckpt.SaveOptions)
         dist.barrier()
         return real(self, *args)
 
-    with patch.object(RankSave, "write", write):
+    with patch.object(RankSave, "write", write), sharing_small_chunks():
         return zarrckpt.save(_model(2), f"{folder}/2", base=f"{folder}/1", options=options)
 
 

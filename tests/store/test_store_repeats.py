@@ -39,7 +39,6 @@ CALLS: dict[str, tuple[Callable[[Store], object], str]] = {
     "put": (lambda store: store.put("k2", [b"x"]), "writing 'k2'"),
     "create": (lambda store: store.create("k3", b"x"), "creating 'k3'"),
     "bulk": (lambda store: store.delete(["k2", "k3"]), "deleting 2 objects"),
-    "copy": (lambda store: store.reuse(store, "k", "k4", 4), "copying 'run/k' to 'k4'"),
 }
 
 
@@ -53,7 +52,6 @@ def test_each_kind_of_request_reports_throttling(s3_stub: S3Server) -> None:
         for _, error, _ in repeats:
             assert isinstance(error, StorageError) and f"{what} in {store.url} failed" in str(error)
         repeats.clear()
-    assert store.get("k4") == b"data"
 
 
 ANSWERS = [(429, "x", True), (503, "x", True), (400, "SlowDown", True), (400, "ThrottlingException", True)]

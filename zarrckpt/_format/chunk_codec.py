@@ -102,7 +102,7 @@ class ChunkEncoder:
         return _memory(self._node, sum(data is None for data in self._contiguous), in_parts)
 
     def groups(self, scratch: RawArray, group_bytes: int = GROUP_BYTES) -> Iterator[list[memoryview | bytes]]:
-        """Yield the buffers of the chunk in groups of about ``group_bytes``. 0 gives a group for each subchunk or less.
+        """Yield the buffers of the chunk in groups of about ``group_bytes``. 0 gives a group for each block.
 
         If ``scratch`` is full, the group so far is yielded, and the next group overwrites the memory.
         """
@@ -127,7 +127,7 @@ class ChunkEncoder:
                 stored += len(block)
                 waiting += len(block)
                 group.append(block)
-                if waiting >= GROUP_BYTES:
+                if waiting >= group_bytes:
                     yield group
                     group, waiting = [], 0
             group.append(crc_bytes(crc))

@@ -31,6 +31,7 @@ from zarrckpt._format.chunk_layout import (
     stored_crc,
     stored_size_is_right,
 )
+from zarrckpt._format.crc64 import crc64
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
@@ -120,6 +121,8 @@ class _Verification:
         self._progress = progress
         self._lock = threading.Lock()
         self._unreadable: str | None = None
+        self._digests: dict[str, RawArray] = {}
+        """The digests of the chunks of each array, by path, if the save stored digests."""
         self._listed: dict[str, int] = {}
         """Key -> size of every stored object."""
         self.damages: list[Damage] = []
@@ -137,6 +140,12 @@ class _Verification:
         self._ask_sizes(expected)
         # Damaged tables are found by their own checks. Chunks are then checked by the checksums in their objects.
         tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
+        if root_digests := self._catalog.root.digests:
+            with suppress(CorruptCheckpointError):
+                digests, first = self._catalog.read_table(DIGESTS, root_digests), 0
+                for node in self._catalog.root.arrays():
+                    self._digests[node.path] = digests[first : first + node.grid.num_chunks]
+                    first += node.grid.num_chunks
         if self._can_be_as_many(listed):
             chunks = [*self._chunks(tables)]
             self._ask_sizes(chunks)
@@ -309,11 +318,15 @@ class _Verification:
     def _check_chunk(self, node: ArrayNode, chunk: Ints) -> FaultText:
         """Read a chunk's subchunks and index in parts of a few MiB, and check them against the table."""
         key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
+        digests, digest = self._digests.get(node.path), 0
         for begin, end in _read_parts(node, table, self._budget):
             with self._budget.hold(end - begin):
                 stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
                 if not table.check(begin, stored):
                     return f"bytes {begin}-{end} differ from the save"
+                digest = digest if digests is None else crc64(stored, digest)
+        if digests is not None and digest != digests[node.grid.chunk_number(chunk)]:
+            return "its digest differs from the save"
         return None
 
     def _check_alone(self, node: ArrayNode, chunk: Ints) -> FaultText:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -202,19 +202,8 @@ class Catalog:
         if length == 0:
             return np.zeros(0, "<u4")
         node = table_node(self.root.save_id, name, length)
-        key, nbytes = node.chunk_key((0,)), chunk_object_bytes(node)
         with self.explaining_damage():
-            try:
-                data = self.store.get_bounded(key, nbytes)
-            except ObjectNotFoundError as err:
-                raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
-            stored = np.frombuffer(data, np.uint8)
-            found = stored_crc(stored) if len(stored) == nbytes else None
-            if found is None or (crc is not None and found != crc):
-                raise CorruptCheckpointError(
-                    f"the {name} table {key!r} in {self.store.url} is damaged: its size or checksum differs"
-                )
-        return stored[:-CRC_BYTES].view(raw_dtype(node.dtype.itemsize))
+            return read_table(node, crc, self.store.url, self.store.get_bounded)
 
     def read_non_tensor(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """Return a non-tensor entry as the Python object that was saved.
@@ -279,3 +268,17 @@ def _parts(table: RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
         parts[node.path] = table[first : first + count]
         first += count
     return parts
+
+
+def read_table(node: ArrayNode, crc: int | None, url: str, get_bounded: Callable[[str, int], bytes]) -> RawArray:
+    """Read a table that is not empty, and compare its checksum. One request. Raises CorruptCheckpointError."""
+    key, nbytes = node.chunk_key((0,)), chunk_object_bytes(node)
+    try:
+        data = get_bounded(key, nbytes)
+    except ObjectNotFoundError as err:
+        raise CorruptCheckpointError(f"the table {key!r} is missing in {url}") from err
+    stored = np.frombuffer(data, np.uint8)
+    found = stored_crc(stored) if len(stored) == nbytes else None
+    if found is None or (crc is not None and found != crc):
+        raise CorruptCheckpointError(f"the table {key!r} in {url} is damaged: its size or checksum differs")
+    return stored[:-CRC_BYTES].view(raw_dtype(node.dtype.itemsize))

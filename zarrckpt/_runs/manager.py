@@ -95,8 +95,9 @@ class CheckpointManager:
         background: whether to save with :func:`async_save` (default) or with :func:`save`, which needs no copy in
             memory but blocks the training.
         init_from: the url of another run's checkpoint from which this run begins if it has no checkpoint (a fork). It
-            is pinned until this run has a checkpoint. A restarted job with another ``init_from``, or without one,
-            leaves the pin and warns. ``storage_options`` apply to this url too.
+            is pinned until this run has a checkpoint. On local disks, the first save links its unchanged chunks; in
+            object stores it copies them only with ``SaveOptions(reuse="on")``. A restarted job with another
+            ``init_from``, or without one, leaves the pin and warns. ``storage_options`` apply to this url too.
         init_keys: the keys to load from ``init_from``, as ``keys`` of :func:`load`, for example ``"model"`` for the
             weights. Default: all.
         process_group: the ranks that save together (default: all).
@@ -326,6 +327,7 @@ class CheckpointManager:
         patterns = request.keys if keys is None else [*keys]
         request = dataclasses.replace(request, spec=self._init_from, keys=patterns)
         self._last_report = load_on_ranks(state, request, self._ranks)
+        self._saver.begin_from(self._init_from)
         return None if keys is not None else chosen.step
 
     # -- to save

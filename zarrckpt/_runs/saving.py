@@ -65,6 +65,8 @@ class StepSaver:
         self.suffix = _suffix_of(format, spec, options, ranks)
         """The end of the names of checkpoints."""
         self._background = background
+        self._origin: StoreSpec | None = None
+        """The checkpoint of another run whose chunks the first save of this run reuses."""
         self._unreported: SaveFuture | None = None
         """The last save, until its end was awaited and its error raised or logged."""
         self._last: tuple[int, SaveFuture] | None = None
@@ -127,6 +129,12 @@ class StepSaver:
         """Continue after a restore. A step that is repeated then is saved again."""
         self._last = None
 
+    def begin_from(self, origin: StoreSpec) -> None:
+        """Reuse the chunks of a checkpoint of another run, if its files can be compared or the user wants it."""
+        # In an object store, whoever can write to the base chooses the bytes of the new checkpoint.
+        if self._options.reuse == "on" or origin.open().is_local:
+            self._origin = origin
+
     def _begin(self, given: StepState, preemption: Preemption | None = None) -> SaveFuture:
         """Begin a save. With ``preemption``, it fails when the grace period ends."""
         request = self._request(given, preemption)
@@ -159,7 +167,7 @@ class StepSaver:
             timeout = min(options.timeout, max(preemption.seconds_left(), MIN_TIMEOUT_SECONDS))
             options = dataclasses.replace(options, timeout=timeout)
             progress = partial(_refuse_late, preemption, given.step)
-        return SaveRequest(self._spec.child(name), False, metadata, options, progress, run)
+        return SaveRequest(self._spec.child(name), False, metadata, options, progress, run, self._origin)
 
 
 def _suffix_of(format: Format, spec: StoreSpec, options: SaveOptions, ranks: Ranks) -> str:

@@ -30,7 +30,7 @@ from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
-from zarrckpt._save.reuse import SentBase
+from zarrckpt._save.base import SentBase
 from zarrckpt._state.local_state import LocalState
 
 A = TypeVar("A")

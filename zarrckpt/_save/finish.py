@@ -36,7 +36,7 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt
-from zarrckpt._save.reuse import SentBase
+from zarrckpt._save.base import SentBase
 from zarrckpt._save.write import ArrayResult, EntryResults, ObjectResult, RankResults
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
@@ -106,7 +106,7 @@ def finish_save(
         len(numbers[WRITERS]),
         rank_bytes,
         copied_bytes=sum(array.copied for array in arrays),
-        linked_bytes=sum(array.linked for array in arrays),
+        linked_bytes=sum(array.linked + array.tied for array in arrays),
     )
     return root, report
 

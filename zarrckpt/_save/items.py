@@ -41,6 +41,8 @@ class Items:
         self._raw: dict[int, RawArray] = {}
         """The raw elements of items in the state's memory. They are sliced with numpy, because each torch call
         releases the GIL and then waits until other threads release it."""
+        self.shared: dict[int, int] = {}
+        """The items whose memory other items have, too (tied weights), and the number of the first of these."""
 
     def prepare(self) -> set[torch.device]:
         """Compare every tensor with the plan and return the tensors' devices. Call it once, before other methods.
@@ -48,12 +50,18 @@ class Items:
         Raises CheckpointError with the fqn if a tensor differs, and UnsupportedValueError if it has no plain memory.
         """
         devices = set()
+        first: dict[object, int] = {}
         for index, (fqn, box) in enumerate(self._items):
             tensor = self._resolve(index)
             if (fault := memory_fault(tensor)) is not None:
                 raise UnsupportedValueError(f"{fqn!r} {fault}")
             self._expect(fqn, box, tensor)
             devices.add(tensor.device)
+            if self._source.own_memory and tensor.nbytes:
+                form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                other = first.setdefault((tensor.device, tensor.data_ptr(), form), index)
+                if other != index:
+                    self.shared |= {index: other, other: other}
             if tensor.device.type == "cpu":
                 self._in_memory.add(index)
                 if self._source.own_memory and not (tensor.is_conj() or tensor.is_neg()):
@@ -69,6 +77,13 @@ class Items:
                 f"{fqn!r}: this rank planned a piece of shape {box.shape} and {dtype} at {box.offset}, but its "
                 f"tensor has shape {tuple(tensor.shape)} and {tensor.dtype}. Do not change the state during the save"
             )
+
+    def name_memory(self, box: Box, index: int | None) -> object:
+        """Return a name for the memory of a box of an item, equal for tied items. None if no other item has it."""
+        if index is None or index not in self.shared:
+            return None
+        origin = self._items[index][1].offset
+        return self.shared[index], tuple(a - b for a, b in zip(box.offset, origin, strict=True)), box.shape
 
     def nbytes(self, index: int, box: Box) -> int:
         """Return the size in bytes of a box of an item."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._format.chunk_layout import chunk_object_bytes
-from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.documents import ArrayNode, join
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.wire import record
 from zarrckpt._jobs import check_limits
@@ -25,9 +25,10 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import open_rounds
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import AgreedPlan, agree
+from zarrckpt._save.base import BaseReader, SentBase
 from zarrckpt._save.items import Items
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import BaseChunks, SentBase, find_base, read_base, with_grids
+from zarrckpt._save.reuse import NumberedChunks, equals_file
 from zarrckpt._save.write import blob_node, elements_of_chunk, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_collective_objects
@@ -73,12 +74,10 @@ def plan_report(
     if no_dist:
         refuse_collective_objects(state)
     with open_rounds(ranks, "plan_report", options.timeout) as rounds:
-        stored = None if rounds.rank else find_base(request)
-        begin = partial(read_base, stored, options.reuse_full_every)
-        agreed = agree(rounds, partial(LocalState.from_user_state, state), with_grids(options.plan, stored), begin)
-        found = rounds.merge(
-            "their values", on_each_rank=partial(_forecast, agreed, options.max_inflight_bytes), on_coordinator=list
-        )
+        base_reader = BaseReader(request)
+        planned = options.plan if rounds.rank else base_reader.plan_options()
+        agreed = agree(rounds, partial(LocalState.from_user_state, state), planned, base_reader.read)
+        found = rounds.merge("their values", on_each_rank=partial(_forecast, agreed, request), on_coordinator=list)
     blobs = [blob for rank in found for blob in rank.blobs]
     reused = sum(rank.reused_bytes for rank in found)
     return report_of(agreed.plan, rounds.members, ranks_per_host, blobs, reused, request.digested)
@@ -93,24 +92,30 @@ class _RankForecast:
     reused_bytes: int
 
 
-def _forecast(agreed: AgreedPlan[SentBase | None], limit: int) -> _RankForecast:
+def _forecast(agreed: AgreedPlan[SentBase | None], request: SaveRequest) -> _RankForecast:
     """Encode the values of this rank, and compare its chunks with the base.
 
     Raises UnsupportedValueError if a value cannot be saved.
     """
-    reused = 0 if agreed.attempt is None else _reused_bytes(agreed.rank_plan, agreed.state, agreed.attempt, limit)
+    reused = 0 if agreed.attempt is None else _reused_bytes(agreed.rank_plan, agreed.state, agreed.attempt, request)
     return _RankForecast(tuple(_own_blobs(agreed)), reused)
 
 
-def _reused_bytes(plan: RankPlan, state: LocalState, base: SentBase, limit: int) -> int:
+def _reused_bytes(plan: RankPlan, state: LocalState, base: SentBase, request: SaveRequest) -> int:
     """Return the bytes of the elements of this rank's unchanged chunks."""
-    items, numbers, reused = Items(plan, state), BaseChunks(base), 0
-    budget = transfer_memory(limit, items.prepare())
+    items, reused, paths = Items(plan, state), 0, frozenset(base.paths)
+    budget = transfer_memory(request.options.max_inflight_bytes, items.prepare())
+    numbers = None if base.tables is None else NumberedChunks(base.paths, base.tables)
+    store = request.base_spec(base.name).open()
     for chunk in plan.chunks:
         node = plan.arrays[chunk.fqn]
         elements = elements_of_chunk(node, chunk, items, {})
-        if numbers.encode_unchanged(node, chunk.chunk_index, elements, budget) is not None:
-            reused += node.grid.chunk_box(chunk.chunk_index).size * node.dtype.itemsize
+        if numbers is not None:
+            equal = numbers.encode_unchanged(node, chunk.chunk_index, elements, budget) is not None
+        else:
+            key = join(base.tree, node.chunk_key(chunk.chunk_index))
+            equal = node.path in paths and equals_file(store, key, node, elements, budget)
+        reused += node.grid.chunk_box(chunk.chunk_index).size * node.dtype.itemsize if equal else 0
     return reused
 
 

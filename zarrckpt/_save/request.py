@@ -65,7 +65,7 @@ class SaveRequest:
     progress: Progress | None
     run: Run | None = None
     base: StoreSpec | None = None
-    """The checkpoint whose chunks the caller wants to reuse."""
+    """The checkpoint whose chunks the caller wants to reuse; with a run, if the run has no checkpoint."""
 
     def begin_events(self, rank: int) -> EventSender:
         """Report that the save has begun on this rank, and return the sender of its other events."""
@@ -74,20 +74,25 @@ class SaveRequest:
 
     @property
     def digested(self) -> bool:
-        """Whether the save stores digests of its chunks, so that later saves can reuse them."""
-        reuse = self.options.reuse
-        if self.spec.is_archive:
+        """Whether the save stores digests of its chunks, for later saves that reuse them in an object store."""
+        # A forecast has no url, but perhaps a base in the same store.
+        spec = self.spec if self.spec.url else self.base
+        if spec is not None and (spec.is_archive or spec.open().is_local):
             return False
-        return reuse == "on" or (reuse == "auto" and (self.run is not None or self.base is not None))
+        return self.options.reuse == "on" or self._reuses
+
+    @property
+    def _reuses(self) -> bool:
+        is_off = self.spec.is_archive or self.options.reuse == "off"
+        return not is_off and (self.run is not None or self.base is not None)
 
     def base_to_read(self) -> tuple[StoreSpec, str] | None:
         """Return the base of the save and its folder in the run, or None. Only the coordinator calls it."""
-        if not self.digested:
+        if not self._reuses:
             return None
-        if self.base is not None:
-            return self.base, ""
-        name = "" if self.run is None else self.run.base_name()
-        return (self.base_spec(name), name) if name else None
+        if self.run is not None and (name := self.run.base_name()):
+            return self.base_spec(name), name
+        return None if self.base is None else (self.base, "")
 
     def base_spec(self, name: str) -> StoreSpec:
         """Return the store of the base that the coordinator has read. ``name`` is its folder in the run, or ""."""

@@ -1,173 +1,212 @@
-"""Reuse the unchanged chunks of an earlier checkpoint, the base, by a copy in the store instead of a put.
+"""Reuse the unchanged chunks of an earlier checkpoint, the base, by a link or a copy in the store instead of a put.
 
-A chunk is unchanged if the crc32c of each of its subchunks and the CRC-64/NVME of its object equal those in the tables
-of the base. These are at least 96 bits. The new checkpoint has its own objects, and does not need the base afterwards.
+A local file is linked if its bytes are those of the chunk in memory. In an object store, a chunk is copied if the
+crc32c of each of its subchunks and the CRC-64/NVME of its object equal those in the tables of the base. These are at
+least 96 bits. The new checkpoint does not need the base afterwards.
 
-If the base was removed and another checkpoint saved at its url, a copy may have other bytes. So each rank reads the
-root document of the base again after its last copy. If it has changed, the copies are read and compared.
+If the base in an object store was removed and another checkpoint saved at its url, a copy may have other bytes. So each
+rank reads the root document of the base again after its last copy. If it has changed, the copies are read and compared.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Literal, Protocol
 
-import numpy as np
-
-from zarrckpt._commit.stored_documents import is_stored, parse_root_document
-from zarrckpt._errors import CheckpointError, ObjectNotFoundError, log
-from zarrckpt._format.chunk_codec import ChunkEncoder, Elements
-from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._commit.chunks import put_chunk
+from zarrckpt._errors import CheckpointError, log
+from zarrckpt._format.chunk_codec import BLOCK_BYTES, ChunkEncoder, Elements
+from zarrckpt._format.chunk_layout import RawArray, chunk_object_bytes, max_chunk_object_bytes
 from zarrckpt._format.crc64 import crc64
 from zarrckpt._format.documents import NODE, ArrayNode, join
-from zarrckpt._format.grid import Grid, Ints
-from zarrckpt._format.root import CHECKSUMS, DIGESTS, Root, Table, table_node
-from zarrckpt._format.sealed import is_save_id
-from zarrckpt._format.wire import record
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.root import DIGESTS, table_node
 from zarrckpt._jobs import BytesBudget, run_jobs
-from zarrckpt._plan.plan import Layout, PlanOptions
 from zarrckpt._plan.rank_plan import ChunkPlan
-from zarrckpt._read.catalog import Catalog
-from zarrckpt._save.request import SaveRequest
-from zarrckpt._store import Store, StoreSpec
-from zarrckpt._store._base import Reuse, version_of
+from zarrckpt._save.base import BaseTables, SentBase
+from zarrckpt._store import Buffer, Store
+from zarrckpt._store._base import version_of
+from zarrckpt._store._linkable import COMPARED_BYTES, LinkableFile
+from zarrckpt._store._optional import OptionalRequests
+from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 
+MIN_SHARED_BYTES = 64 << 10
+"""Minimum size in bytes of an object that is reused. Smaller ones are written, which costs no more."""
 
-@record
-@dataclass(frozen=True)
-class SentBase:
-    """The base of a save and the numbers of its chunks, as the coordinator sends them to all ranks.
-
-    ``paths`` are the arrays that the save may reuse. ``chunks`` has the number of chunks of each array, and
-    ``subchunks`` the number of subchunks of one of its chunks (int64). ``digests`` (uint64) and ``checksums`` (uint32)
-    have the numbers of all these chunks and subchunks, one array after the other.
-    """
-
-    name: str
-    """The folder of the base in the run's folder, or "" if the caller chose the base."""
-    save_id: str
-    tree: str
-    version: str
-    """A digest of the root document."""
-    saves: int
-    """The number of saves since the last one that wrote every chunk."""
-    paths: tuple[str, ...]
-    chunks: np.ndarray[Any, Any]
-    subchunks: np.ndarray[Any, Any]
-    digests: np.ndarray[Any, Any]
-    checksums: np.ndarray[Any, Any]
-
-    def __post_init__(self) -> None:
-        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
-            raise ValueError(f"the tree {self.tree!r:.100} does not belong to the base {self.save_id!r:.100}")
-        if self.name in (".", "..") or "/" in self.name:
-            raise ValueError(f"{self.name!r:.100} is not the name of a folder of the run")
-        counts = len(self.digests), len(self.checksums)
-        if len(self.paths) != len(self.chunks) or counts != (self.chunks.sum(), (self.chunks * self.subchunks).sum()):
-            raise ValueError("the numbers of chunks of the base do not match its digests")
+_SLOW_BYTES_PER_SECOND = 200e6
+_SLOW_SECONDS = 0.5
+"""If comparisons have taken this time at a lower rate, one chunk is written instead, to compare the rates."""
 
 
 @dataclass(frozen=True)
-class StoredBase:
-    """A base whose root document the coordinator has read."""
+class StoredChunk:
+    """A chunk of the new checkpoint, and how it was made."""
 
-    spec: StoreSpec
-    name: str
-    """As in :class:`SentBase`."""
-    version: str
-    root: Root
-    digests: Table
+    encoder: ChunkEncoder
+    reuse: Literal["copied", "linked", "tied"] | None = None
+    """None if the chunk was written. A "tied" one is a link to a chunk of the same save with the same memory."""
 
-    @property
-    def grids(self) -> dict[str, Grid]:
-        """The chunk grids of the tensors by path."""
-        return {node.path: node.grid for node in self.root.tensors.values()}
+
+class BaseChunks(Protocol):
+    """The chunks of a base that one rank may reuse. Used by many threads."""
 
     @property
-    def saves(self) -> int:
-        """The number of saves since the last one that wrote every chunk, including the new save."""
-        return 1 if self.root.reused is None else self.root.reused.saves + 1
+    def problem(self) -> str:
+        """The reason why chunks were written although the base has them, or ""."""
+
+    def put(
+        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
+    ) -> StoredChunk:
+        """Reuse a chunk if it is unchanged, otherwise put it. ``chunk`` is that of :class:`CopiedObject`."""
+
+    def find_changed(self, budget: BytesBudget) -> Sequence[CopiedObject]:
+        """Return the reused chunks whose objects have other bytes, after all chunks were put."""
 
 
-def find_base(request: SaveRequest) -> StoredBase | None:
-    """Read the root document of a save's base. One request if the save has a base. Only the coordinator calls it.
+@dataclass(frozen=True)
+class CopiedObject:
+    """A chunk that was copied. It has no reference to the chunk's elements, which would stay in memory."""
 
-    If the base cannot be used, return None and log the reason. Raises no CheckpointError.
-    """
-    if (found := request.base_to_read()) is None:
-        return None
-    spec, name = found
-    try:
-        data = spec.open().get(NODE)
-        root = parse_root_document(data, spec.url)
-    except ObjectNotFoundError:
-        log.warning("%s has no checkpoint to reuse: all chunks are written", spec.url)
-        return None
-    except CheckpointError as err:
-        _warn_of_base(spec, err)
-        return None
-    if root.digests is None:
-        log.info("%s has no digests of chunks: all chunks are written", spec.url)
-        return None
-    return StoredBase(spec, name, version_of(data), root, root.digests)
+    key: str
+    nbytes: int
+    digest: int
+    chunk: ChunkPlan | None
+    """The plan of the chunk if this rank can write it again: all its pieces are items of the rank."""
 
 
-def with_grids(options: PlanOptions, base: StoredBase | None) -> PlanOptions:
-    """Return the options of a plan that keeps the chunk grids of a base."""
-    return dataclasses.replace(options, grids={} if base is None else base.grids)
+class LinkedChunks:
+    """The chunks of a base in local files. Each is read and compared with the memory, and linked if it is equal."""
+
+    def __init__(self, store: Store, base: Store, sent: SentBase) -> None:
+        self._store = store
+        self._base = base
+        self._tree = sent.tree
+        self._paths = frozenset(sent.paths)
+        self._lock = threading.Lock()
+        self._bytes, self._seconds = 0, 0.0
+        """The number of bytes that were compared, and the time for it, over all threads."""
+        self._has_tried = False
+        self._stopped = False
+        self.problem = ""
+
+    def put(
+        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
+    ) -> StoredChunk:
+        with ExitStack() as held:
+            file = self._open(key, node, index)
+            if file is None:
+                return StoredChunk(put_chunk(self._store, key, node, elements, budget))
+            held.enter_context(file)
+            encoder, scratch, memory = begin_comparison(node, elements, budget, held)
+            groups = encoder.groups(scratch, BLOCK_BYTES)
+            begun: list[Iterable[Sequence[Buffer]]] = []
+            is_trial = False
+            for number, group in enumerate(groups):
+                equal = self._is_next(file, group, memory)
+                if not equal or (is_trial := self._begin_trial()):
+                    # The first group was encoded for nothing only if the chunk is encoded again.
+                    begun = [itertools.chain([group], groups)] if not number else []
+                    break
+            else:
+                if file.size == encoder.nbytes:
+                    if self._store.link(file, key):
+                        return StoredChunk(encoder, "linked")
+                    self._stop(f"{file.path!r} cannot be linked")
+
+            def parts() -> Iterable[Sequence[Buffer]]:
+                nonlocal encoder
+                if begun:
+                    return begun.pop()
+                encoder = ChunkEncoder(node, elements)
+                return encoder.groups(scratch)
+
+            began = time.perf_counter()
+            self._store.put_parts(key, parts)
+            if is_trial:
+                self._store.sync([key])
+                self._end_trial(encoder.nbytes, time.perf_counter() - began)
+            return StoredChunk(encoder)
+
+    def find_changed(self, budget: BytesBudget) -> Sequence[CopiedObject]:
+        return ()
+
+    def _open(self, key: str, node: ArrayNode, index: Ints) -> LinkableFile | None:
+        """Open the file of a chunk in the base, if it may be linked."""
+        if self._stopped or node.path not in self._paths or max_chunk_object_bytes(node) < MIN_SHARED_BYTES:
+            return None
+        file = self._store.open_linkable(self._base, join(self._tree, node.chunk_key(index)), key)
+        if isinstance(file, str):
+            self._note(file)
+            return None
+        usable = file.size >= MIN_SHARED_BYTES and (
+            node.compression is not None or file.size == chunk_object_bytes(node)
+        )
+        if usable:
+            return file
+        with file:
+            return None
+
+    def _is_next(self, file: LinkableFile, group: Sequence[Buffer], memory: RawArray) -> bool:
+        began = time.perf_counter()
+        equal = file.has_next(group, memory)
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self._bytes += sum(map(len, group))
+            self._seconds += seconds
+        return equal
+
+    def _begin_trial(self) -> bool:
+        """Whether this chunk is written, because comparisons are slow and it is not known if writing is slower."""
+        with self._lock:
+            slow = self._seconds > _SLOW_SECONDS and self._bytes < _SLOW_BYTES_PER_SECOND * self._seconds
+            if not slow or self._has_tried:
+                return False
+            self._has_tried = True
+            return True
+
+    def _end_trial(self, nbytes: int, seconds: float) -> None:
+        if self._bytes * seconds < nbytes * self._seconds:
+            self._stop("reading it takes longer than writing")
+
+    def _stop(self, why: str) -> None:
+        self._stopped = True
+        self._note(why)
+
+    def _note(self, why: str) -> None:
+        with self._lock:
+            if self.problem:
+                return
+            self.problem = f"chunks of {self._base.url} are not linked: {why}"
+        log.info("%s", self.problem)
 
 
-def read_base(base: StoredBase | None, full_every: int | None, layout: Layout) -> SentBase | None:
-    """Read the tables of a base for a save of this layout. Two requests at a time.
-
-    If the base cannot be used, or ``full_every`` (the option ``reuse_full_every``) excludes it, return None and log
-    damage. Raises no CheckpointError.
-    """
-    if base is None or (full_every is not None and base.saves >= full_every):
-        return None
-    catalog = Catalog(base.spec, base.root)
-    tables = ((CHECKSUMS, base.root.checksums), (DIGESTS, base.digests))
-    try:
-        checksums, digests = run_jobs((partial(catalog.read_table, *table) for table in tables), len(tables))
-    except CheckpointError as err:
-        _warn_of_base(base.spec, err)
-        return None
-    return _sent_base(base, layout, checksums, digests)
+def begin_comparison(
+    node: ArrayNode, elements: Elements, budget: BytesBudget, held: ExitStack
+) -> tuple[ChunkEncoder, RawArray, RawArray]:
+    """Return an encoder, its scratch memory, and memory for the file that it is compared with, until ``held`` ends."""
+    encoder = ChunkEncoder(node, elements)
+    nbytes, elsewhere = encoder.memory(in_parts=True)
+    compared = min(COMPARED_BYTES, max(budget.limit // 8, 1 << 12))
+    memory = held.enter_context(budget.take(nbytes + compared, elsewhere))
+    return encoder, memory[:nbytes], memory[nbytes:]
 
 
-def _warn_of_base(spec: StoreSpec, error: CheckpointError) -> None:
-    log.warning("%s cannot be reused, and all chunks are written: %s", spec.url, error)
-
-
-def _sent_base(base: StoredBase, layout: Layout, checksums: RawArray, digests: RawArray) -> SentBase:
-    """Return the part of a base that a save of this layout may reuse: equal tensors, and all blobs of equal names."""
-    tensors = {node.path: node for node in layout.tensors.values()}
-    blobs = {path for fqn, path in layout.node_paths.items() if fqn not in layout.tensors}
-    nodes, chosen_digests, chosen_checksums = [], [digests[:0]], [checksums[:0]]
-    chunk = subchunk = 0
-    for node in base.root.arrays():
-        chunks, subchunks = node.grid.num_chunks, node.grid.num_subchunks
-        if tensors.get(node.path) == node or node.path in blobs:
-            nodes.append(node)
-            chosen_digests.append(digests[chunk : chunk + chunks])
-            chosen_checksums.append(checksums[subchunk : subchunk + subchunks])
-        chunk, subchunk = chunk + chunks, subchunk + subchunks
-    return SentBase(
-        base.name,
-        base.root.save_id,
-        base.root.tree,
-        base.version,
-        base.saves,
-        tuple(node.path for node in nodes),
-        np.array([node.grid.num_chunks for node in nodes], "<i8"),
-        np.array([node.grid.subchunks_per_chunk for node in nodes], "<i8"),
-        np.concatenate(chosen_digests),
-        np.concatenate(chosen_checksums),
-    )
+def equals_file(base: Store, key: str, node: ArrayNode, elements: Elements, budget: BytesBudget) -> bool:
+    """Whether a local file has the bytes of a chunk, and its size permits a link."""
+    file = base.open_linkable(base, key, key)
+    if isinstance(file, str):
+        return False
+    with ExitStack() as held:
+        held.enter_context(file)
+        encoder, scratch, memory = begin_comparison(node, elements, budget, held)
+        equal = all(file.has_next(group, memory) for group in encoder.groups(scratch, BLOCK_BYTES))
+        return equal and file.size == encoder.nbytes >= MIN_SHARED_BYTES
 
 
 @dataclass(frozen=True)
@@ -178,109 +217,113 @@ class _ArrayNumbers:
     checksums: RawArray
 
 
-class BaseChunks:
+class NumberedChunks:
     """The numbers of the chunks of a base, by array."""
 
-    def __init__(self, sent: SentBase) -> None:
+    def __init__(self, paths: Sequence[str], tables: BaseTables) -> None:
         self._arrays: dict[str, _ArrayNumbers] = {}
         chunk = subchunk = 0
-        for path, chunks, per_chunk in zip(sent.paths, sent.chunks.tolist(), sent.subchunks.tolist(), strict=True):
-            checksums = sent.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
-            self._arrays[path] = _ArrayNumbers(sent.digests[chunk : chunk + chunks], checksums)
+        for path, chunks, per_chunk in zip(paths, tables.chunks.tolist(), tables.subchunks.tolist(), strict=True):
+            checksums = tables.checksums[subchunk : subchunk + chunks * per_chunk].reshape(chunks, per_chunk)
+            self._arrays[path] = _ArrayNumbers(tables.digests[chunk : chunk + chunks], checksums)
             chunk, subchunk = chunk + chunks, subchunk + chunks * per_chunk
 
     def encode_unchanged(
         self, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget
     ) -> ChunkEncoder | None:
-        """Return the encoder of a chunk after it has encoded it, or None if the chunk differs from that of the base."""
+        """Return the encoder of a chunk after it has encoded it, or None if it differs from the base or is small."""
         numbers, number = self._arrays.get(node.path), node.grid.chunk_number(index)
-        if numbers is None or number >= len(numbers.digests):
+        if numbers is None or number >= len(numbers.digests) or max_chunk_object_bytes(node) < MIN_SHARED_BYTES:
             return None
         encoder = ChunkEncoder(node, elements, digested=True)
         with budget.take(*encoder.memory(in_parts=True)) as scratch:
             equal = encoder.equals(numbers.checksums[number], int(numbers.digests[number]), scratch)
-        return encoder if equal else None
+        return encoder if equal and encoder.nbytes >= MIN_SHARED_BYTES else None
 
 
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk of the new checkpoint, and how it was made."""
+class CopiedChunks:
+    """The chunks of a base in an object store. The server copies those with equal numbers."""
 
-    encoder: ChunkEncoder
-    reuse: Reuse | None = None
-    """None if the chunk was written."""
-
-
-@dataclass(frozen=True)
-class ReusedObject:
-    """A chunk that was copied or linked. It has no reference to the chunk's elements, which would stay in memory."""
-
-    key: str
-    nbytes: int
-    digest: int
-    chunk: ChunkPlan | None
-    """The plan of the chunk if this rank can write it again: all its pieces are items of the rank."""
-
-
-class ReusableChunks:
-    """The chunks of a base that the save of one rank may reuse. Used by many threads."""
-
-    def __init__(self, store: Store, base: Store, sent: SentBase) -> None:
+    def __init__(
+        self, store: Store, base: Store, sent: SentBase, tables: BaseTables, optional: OptionalRequests
+    ) -> None:
         self._store = store
+        self._optional = optional
         self._base = base
         self._sent = sent
-        self._numbers = BaseChunks(sent)
-        self._reused: list[ReusedObject] = []
+        self._version = tables.version
+        self._numbers = NumberedChunks(sent.paths, tables)
+        self._copied: list[CopiedObject] = []
         self._lock = threading.Lock()
 
-    def reuse(
-        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
-    ) -> StoredChunk | None:
-        """Copy or link a chunk if it is unchanged. Returns None if it must be written.
+    @property
+    def problem(self) -> str:
+        return self._optional.problem
 
-        ``chunk`` is that of :class:`ReusedObject`. Without it, one more small request makes it very unlikely that the
-        copy has other bytes.
+    def put(
+        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
+    ) -> StoredChunk:
+        encoder = self._copy(key, node, index, elements, budget, chunk)
+        if encoder is not None:
+            return StoredChunk(encoder, "copied")
+        return StoredChunk(put_chunk(self._store, key, node, elements, budget, digested=True))
+
+    def _copy(
+        self, key: str, node: ArrayNode, index: Ints, elements: Elements, budget: BytesBudget, chunk: ChunkPlan | None
+    ) -> ChunkEncoder | None:
+        """Copy a chunk if it is unchanged. Return None if it must be written.
+
+        Without ``chunk``, one more small request makes it very unlikely that the copy has other bytes.
         """
+        if self._optional.has_ended or not self._store.copies_from(self._base):
+            return None
         with self._store.encoders:
             encoder = self._numbers.encode_unchanged(node, index, elements, budget)
         if encoder is None:
             return None
         source = join(self._sent.tree, node.chunk_key(index))
-        reuse = self._store.reuse(self._base, source, key, encoder.nbytes)
-        if reuse is None or (chunk is None and not self._has_tables()):
+        copied = self._store.copy_from(self._base, source, key, encoder.nbytes, self._optional)
+        if not copied or (chunk is None and not self._has_tables()):
             return None
         with self._lock:
-            self._reused.append(ReusedObject(key, encoder.nbytes, encoder.digest, chunk))
-        return StoredChunk(encoder, reuse)
+            self._copied.append(CopiedObject(key, encoder.nbytes, encoder.digest, chunk))
+        return encoder
 
-    def find_changed(self, budget: BytesBudget) -> Sequence[ReusedObject]:
-        """Return the reused chunks whose objects have other bytes. One request if the base is unchanged.
-
-        Otherwise reads every reused chunk.
-        """
-        if not self._reused or self._is_unchanged():
+    def find_changed(self, budget: BytesBudget) -> Sequence[CopiedObject]:
+        """Return the copies with other bytes. One request if the base is unchanged. Otherwise reads every copy."""
+        if not self._copied or self._is_unchanged():
             return []
-        log.warning("%s has changed during the save: copies of its chunks are read and compared", self._base.url)
-        jobs = (partial(self._is_copy, reused, budget) for reused in self._reused)
+        log.warning("%s has changed or cannot be read: the copies of its chunks are read and compared", self._base.url)
+        jobs = (partial(self._is_copy, copied, budget) for copied in self._copied)
         equal = run_jobs(jobs, self._store.useful_concurrency)
-        return [reused for reused, same in zip(self._reused, equal, strict=True) if not same]
+        return [copied for copied, same in zip(self._copied, equal, strict=True) if not same]
 
     def _is_unchanged(self) -> bool:
         try:
-            return version_of(self._base.get(NODE)) == self._sent.version
+            # The time of earlier requests may be used up, but reading all copies instead takes longer than this one.
+            root = self._base.get_optional(NODE, MAX_WHOLE_BYTES, OptionalRequests())
+            return version_of(root) == self._version
         except CheckpointError:
             return False
 
     def _has_tables(self) -> bool:
         """Whether the base still has its tables. Its chunks are replaced only after their removal."""
+        key = join(table_node(self._sent.save_id, DIGESTS, 0).path, NODE)
         try:
-            return is_stored(self._base, join(table_node(self._sent.save_id, DIGESTS, 0).path, NODE))
+            return bool(self._base.get_optional(key, MAX_WHOLE_BYTES, self._optional))
         except CheckpointError:
             return False
 
-    def _is_copy(self, reused: ReusedObject, budget: BytesBudget) -> bool:
-        with budget.hold(reused.nbytes):
+    def _is_copy(self, copied: CopiedObject, budget: BytesBudget) -> bool:
+        with budget.hold(copied.nbytes):
             try:
-                return crc64(self._store.read(reused.key, 0, reused.nbytes)) == reused.digest
+                return crc64(self._store.read(copied.key, 0, copied.nbytes)) == copied.digest
             except CheckpointError:
                 return False
+
+
+def open_base(store: Store, base: Store, sent: SentBase, optional: OptionalRequests) -> BaseChunks:
+    """Return the chunks that the save of one rank to a store may reuse."""
+    if sent.tables is None:
+        return LinkedChunks(store, base, sent)
+    return CopiedChunks(store, base, sent, sent.tables, optional)

@@ -30,10 +30,11 @@ from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, open_rounds
 from zarrckpt._reports import SaveReport, size_text
 from zarrckpt._save.agree import SentAttempt, agree
+from zarrckpt._save.base import BaseReader
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ReusableChunks, SentBase, StoredBase, find_base, read_base, with_grids
+from zarrckpt._save.reuse import BaseChunks, open_base
 from zarrckpt._save.write import RankResults, RankWriter
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store._archive import Places
@@ -102,7 +103,8 @@ class RankSave:
         self._stopped = False
         self._attempt: attempts.Attempt | None = None
         """On the coordinator, from :meth:`begin` until the commit or the failure."""
-        self._base: StoredBase | None = None
+        self._base = BaseReader(request, self._store)
+        self._chunks: BaseChunks | None = None
         self._sent: SentAttempt | None = None
         self._layout: Layout | None = None
         """On the coordinator, the plan of the checkpoint."""
@@ -123,12 +125,11 @@ class RankSave:
         Raises CheckpointError before the first put if a tensor does not match the plan. Raises StorageError if the
         coordinator writes to a different storage, and deletes the written objects first.
         """
-        reuse = None
         if attempt.base is not None:
             base = self.request.base_spec(attempt.base.name).open()
             base.on_repeat = self.events.send_repeat
-            reuse = ReusableChunks(self._store, base, attempt.base)
-        self._writer = RankWriter(self._store, attempt, reuse, plan, source, self.request, report_alive)
+            self._chunks = open_base(self._store, base, attempt.base, self._base.optional)
+        self._writer = RankWriter(self._store, attempt, self._chunks, plan, source, self.request, report_alive)
         if self._stopped:
             self._writer.stop()
         try:
@@ -179,8 +180,7 @@ class RankSave:
 
     def plan_options(self) -> PlanOptions:
         """Return the options of the plan, with the chunk grids of the base. One request if there is a base."""
-        self._base = find_base(self.request)
-        return with_grids(self.request.options.plan, self._base)
+        return self._base.plan_options()
 
     def begin(self, layout: Layout) -> SentAttempt:
         """Check for a checkpoint, claim the url, write the marker. About 9 requests, and two to read a base.
@@ -198,7 +198,7 @@ class RankSave:
             run_id, damaged_id = self.request.run.begin(), self.request.run.damaged_id()
         self._layout = layout
         marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
-        with in_thread(partial(self._read_base, layout), at_once=self._store.is_local) as base:
+        with in_thread(partial(self._base.read, layout), at_once=self._store.is_local) as base:
             archive = plan_archive(layout.tensors.values() if self._store.is_archive else ())
             attempt = self._attempt = attempts.begin(
                 self._store,
@@ -211,11 +211,6 @@ class RankSave:
             ids = (attempt.save_id, attempt.tree, attempt.replaced_id)
             self._sent = SentAttempt(*ids, host_name(), digested, base(), archive.starts)
         return self._sent
-
-    def _read_base(self, layout: Layout) -> SentBase | None:
-        # A run that was not restored knows its newest checkpoint only after it has begun.
-        base = find_base(self.request) if self._base is None and self.request.run is not None else self._base
-        return read_base(base, self.request.options.reuse_full_every, layout)
 
     def finish(self, layout: Layout, results: Sequence[RankResults]) -> SaveReport:
         """Compare the written chunks with the plan, and write the tables (checksums, writers, stored sizes).
@@ -231,6 +226,9 @@ class RankSave:
                 self._root, report = finish_save(store, attempt, layout, results, metadata, self._sent)
                 if self._root.reused is not None and self._sent.base is not None:
                     report = dataclasses.replace(report, base=self.request.base_spec(self._sent.base.name).url)
+                else:
+                    problem = self._base.problem or ("" if self._chunks is None else self._chunks.problem)
+                    report = dataclasses.replace(report, base_problem=problem)
                 if not self._root.entries:
                     # Not after the commit: a filter of warnings may make it an error.
                     warn(f"the checkpoint at {store.url} has no entries, because the state is empty")

@@ -31,11 +31,10 @@ from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.exchange import Exchange, Received
 from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.reuse import ReusableChunks, StoredChunk
+from zarrckpt._save.reuse import MIN_SHARED_BYTES, BaseChunks, StoredChunk
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
 from zarrckpt._store._archive import ArchivePart
-from zarrckpt._store._base import Reuse
 
 
 @record
@@ -45,7 +44,8 @@ class ArrayResult:
 
     ``sizes`` has the stored sizes of these subchunks (uint32). It is empty if the array is not compressed. ``digests``
     has the digests of the chunks (uint64). It is empty if the save stores none. Of ``nbytes``, the bytes of all chunks,
-    ``copied`` and ``linked`` were not written, but reused from ``reused`` chunks of the base.
+    ``copied`` and ``linked`` were not written, but reused from ``reused`` chunks of the base. ``tied`` bytes are links
+    to chunks of the same save.
     """
 
     chunks: np.ndarray[Any, Any]
@@ -55,6 +55,7 @@ class ArrayResult:
     nbytes: int
     copied: int = 0
     linked: int = 0
+    tied: int = 0
     reused: int = 0
 
 
@@ -82,8 +83,8 @@ class _Written:
     sizes: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     nbytes: int = 0
-    reused: Counter[Reuse] = field(default_factory=Counter)
-    """The bytes of reused chunks."""
+    reused: Counter[str] = field(default_factory=Counter)
+    """The bytes of reused chunks, by :attr:`StoredChunk.reuse`."""
     reused_chunks: int = 0
 
     def add(self, node: ArrayNode, chunk_index: Ints, stored: StoredChunk) -> None:
@@ -97,7 +98,7 @@ class _Written:
         self.nbytes += encoder.nbytes
         if stored.reuse is not None:
             self.reused[stored.reuse] += encoder.nbytes
-            self.reused_chunks += 1
+            self.reused_chunks += stored.reuse != "tied"
 
     def result(self) -> ArrayResult:
         return ArrayResult(
@@ -108,6 +109,7 @@ class _Written:
             self.nbytes,
             self.reused["copied"],
             self.reused["linked"],
+            self.reused["tied"],
             self.reused_chunks,
         )
 
@@ -193,13 +195,13 @@ def elements_of_chunk(node: ArrayNode, chunk: ChunkPlan, items: Items, received:
 
 
 class RankWriter:
-    """The writes of one rank in one save. ``reuse`` is None if no chunk can be reused."""
+    """The writes of one rank in one save. ``base`` is None if no chunk can be reused."""
 
     def __init__(
         self,
         store: Store,
         attempt: SentAttempt,
-        reuse: ReusableChunks | None,
+        base: BaseChunks | None,
         plan: RankPlan,
         source: Source,
         request: SaveRequest,
@@ -208,7 +210,7 @@ class RankWriter:
         self._store = store
         self._tree = attempt.tree
         self._digested = attempt.digested
-        self._reuse = reuse
+        self._base = base
         self._plan = plan
         # In an archive, the coordinator writes all documents.
         self._documents = {} if store.is_archive else plan.documents
@@ -221,6 +223,8 @@ class RankWriter:
         self._progress = request.progress
         self._report_alive = report_alive
         self._lock = threading.Lock()
+        self._tied: dict[str, list[ChunkPlan]] = {}
+        """By a chunk's key, the chunks of other tensors with the same memory. Local files become links to it."""
         self._keys: dict[str, None] = {}
         """The keys of all objects that were put or may have been put, in order."""
         self._written: dict[str, _Written] = {}
@@ -258,16 +262,17 @@ class RankWriter:
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
         self._budget = transfer_memory(self._limit, self._items.prepare())
         chunks = self._plan.all_chunks()
+        own = self._without_tied(self._plan.chunks)
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Write values first, so that a value that cannot be saved raises before tensors are written.
         paths = self._plan.object_paths
         objects = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         if channel is None:
-            run_jobs(self._jobs(), self._store.threads_for(self._total, len(chunks) + len(self._documents)))
+            run_jobs(self._jobs(own), self._store.threads_for(self._total, len(chunks) + len(self._documents)))
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run_jobs(self._jobs(), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)
+            run_jobs(self._jobs(own), self._store.useful_concurrency, caller_draws=True, on_failure=self._exchange.stop)
         self._write_changed()
         self._store.sync(self._keys)
         return {
@@ -275,19 +280,37 @@ class RankWriter:
             **{fqn: array.result() for fqn, array in self._written.items()},
         }
 
-    def _jobs(self) -> Iterator[Callable[[], None]]:
-        """Yield the jobs of this rank. Raises StoppedError after :meth:`stop`."""
-        for job in self._all_jobs():
+    def _without_tied(self, chunks: Sequence[ChunkPlan]) -> Sequence[ChunkPlan]:
+        """Return the chunks without those that can be links to one of the others. These are kept in ``_tied``."""
+        if not self._items.shared or not self._store.is_local or self._store.is_archive:
+            return chunks
+        keys: dict[object, str] = {}
+        left = []
+        for chunk in chunks:
+            name = self._items.name_memory(*chunk.pieces[0][:2]) if len(chunk.pieces) == 1 else None
+            if name is not None and self._chunk_bytes(chunk) >= MIN_SHARED_BYTES:
+                node = self._plan.arrays[chunk.fqn]
+                form = (name, node.grid.chunk_shape, node.grid.subchunk_shape, node.compression)
+                key = self._key_of(chunk)
+                if (first := keys.setdefault(form, key)) != key:
+                    self._tied.setdefault(first, []).append(chunk)
+                    continue
+            left.append(chunk)
+        return left
+
+    def _jobs(self, own: Sequence[ChunkPlan]) -> Iterator[Callable[[], None]]:
+        """Yield the jobs of this rank, with its ``own`` chunks. Raises StoppedError after :meth:`stop`."""
+        for job in self._all_jobs(own):
             if self._stopped:
                 raise StoppedError
             yield job
         if self._stopped:
             raise StoppedError
 
-    def _all_jobs(self) -> Iterator[Callable[[], None]]:
+    def _all_jobs(self, chunks: Sequence[ChunkPlan]) -> Iterator[Callable[[], None]]:
         """Yield the jobs of this rank. With an exchange, the generator also moves pieces that other ranks wait for."""
         # Put the largest chunks first, so that no large one runs alone at the end.
-        ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
+        ordered = sorted(chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
         threads = self._store.useful_concurrency()
         # The first chunks are encoded while documents are put.
@@ -296,10 +319,10 @@ class RankWriter:
             yield partial(self._put_document, path, document)
         yield from itertools.islice(own, threads)
         if self._exchange is not None:
-            for chunks in self._exchange.bundles():
-                while chunks:
+            for bundle in self._exchange.bundles():
+                while bundle:
                     # Keep no reference here, so that the received pieces are freed with their job.
-                    chunk, received = chunks.pop()
+                    chunk, received = bundle.pop()
                     nbytes = self._exchange.received_bytes(chunk)
                     yield self._exchange.counted(nbytes, partial(self._put_chunk, chunk, received))
                     del received
@@ -310,44 +333,60 @@ class RankWriter:
         node = self._plan.arrays[chunk.fqn]
         return node.grid.chunk_box(chunk.chunk_index).size * node.dtype.itemsize
 
+    def _key_of(self, chunk: ChunkPlan) -> str:
+        return join(self._tree, self._plan.arrays[chunk.fqn].chunk_key(chunk.chunk_index))
+
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
-        node = self._plan.arrays[chunk.fqn]
+        node, key = self._plan.arrays[chunk.fqn], self._key_of(chunk)
         elements = elements_of_chunk(node, chunk, self._items, received)
-        stored = self._put_elements(node, chunk.chunk_index, elements, None if received else chunk)
+        stored = self._put_elements(key, node, chunk.chunk_index, elements, None if received else chunk)
+        self._note_written(chunk, stored)
+        for other in self._tied.pop(key, ()):
+            if self._link_own(key, self._key_of(other)):
+                self._note_written(other, StoredChunk(stored.encoder, stored.reuse or "tied"))
+            else:
+                self._put_chunk(other, {})
+
+    def _link_own(self, key: str, new_key: str) -> bool:
+        """Link a chunk of this save under the key of another one with the same memory."""
+        file = self._store.open_linkable(self._store, key, new_key)
+        if isinstance(file, str):
+            return False
+        with file:
+            return file.size >= MIN_SHARED_BYTES and self._store.link(file, self._record_key(new_key))
+
+    def _note_written(self, chunk: ChunkPlan, stored: StoredChunk) -> None:
         with self._lock:
-            self._written[chunk.fqn].add(node, chunk.chunk_index, stored)
+            self._written[chunk.fqn].add(self._plan.arrays[chunk.fqn], chunk.chunk_index, stored)
             self._done += self._chunk_bytes(chunk)
             self._report_alive()
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
     def _put_elements(
-        self, node: ArrayNode, chunk_index: Ints, elements: Elements, chunk: ChunkPlan | None = None
+        self, key: str, node: ArrayNode, chunk_index: Ints, elements: Elements, chunk: ChunkPlan | None = None
     ) -> StoredChunk:
         """Put or reuse a chunk. ``chunk`` is its plan if this rank can write it again."""
-        key = self._record_key(join(self._tree, node.chunk_key(chunk_index)))
-        if self._reuse is not None:
-            reused = self._reuse.reuse(key, node, chunk_index, elements, self._budget, chunk)
-            if reused is not None:
-                return reused
-        encoder = put_chunk(self._store, key, node, elements, self._budget, digested=self._digested)
-        return StoredChunk(encoder)
+        self._record_key(key)
+        if self._base is not None:
+            return self._base.put(key, node, chunk_index, elements, self._budget, chunk)
+        return StoredChunk(put_chunk(self._store, key, node, elements, self._budget, digested=self._digested))
 
     def _write_changed(self) -> None:
         """Write the chunks whose copies have other bytes, because the base was replaced while they were copied.
 
         Raises IncompleteSaveError for a chunk whose pieces are not in the memory of this rank any more.
         """
-        for reused in [] if self._reuse is None else self._reuse.find_changed(self._budget):
-            if (chunk := reused.chunk) is None:
+        for copied in () if self._base is None else self._base.find_changed(self._budget):
+            if (chunk := copied.chunk) is None:
                 raise IncompleteSaveError(
-                    f"{reused.key!r} was copied from the base, which has changed since, and the copy differs or cannot "
+                    f"{copied.key!r} was copied from the base, which has changed since, and the copy differs or cannot "
                     "be read. Nothing was committed. Save again, without this base"
                 )
             node = self._plan.arrays[chunk.fqn]
             elements = elements_of_chunk(node, chunk, self._items, {})
-            encoder = put_chunk(self._store, reused.key, node, elements, self._budget, digested=True)
-            if encoder.digest != reused.digest:
+            encoder = put_chunk(self._store, copied.key, node, elements, self._budget, digested=True)
+            if encoder.digest != copied.digest:
                 raise CheckpointError(f"{chunk.fqn!r} changed during the save. Do not change the state during the save")
 
     def _put_document(self, path: str, document: bytes) -> None:
@@ -369,7 +408,8 @@ class RankWriter:
         written = _Written()
         for chunk_index in node.grid.chunks_of(node.grid.whole):
             elements = ArrayElements(payload[node.grid.chunk_box(chunk_index).slices()])
-            written.add(node, chunk_index, self._put_elements(node, chunk_index, elements))
+            key = join(self._tree, node.chunk_key(chunk_index))
+            written.add(node, chunk_index, self._put_elements(key, node, chunk_index, elements))
         if not self._store.is_archive:
             self._put_document(path, node.document_bytes())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())

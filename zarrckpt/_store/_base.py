@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError, log
 from zarrckpt._forks import ForkSafeLock
@@ -23,10 +23,11 @@ from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
 from zarrckpt._store._archive import ArchivePart, Places
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from zarrckpt._store._linkable import LinkableFile
+    from zarrckpt._store._optional import OptionalRequests
 
-Reuse = Literal["copied", "linked"]
-"""How an object was made from another one: by a copy within the object store, or by a hard link or clone of a file."""
+T = TypeVar("T")
 
 Listing = tuple[list[str], list[str]]
 """The names of (objects, folders) right below one folder, each sorted."""
@@ -208,7 +209,7 @@ class Store(abc.ABC):
         def refuse(*_: Any) -> NoReturn:
             raise StorageError(f"{self.url}: this store was opened read-only. Pass a store that can be written to")
 
-        for verb in ("put", "put_parts", "reuse", "create", "replace", "delete", "sweep", "remove_folder"):
+        for verb in ("put", "put_parts", "copy_from", "link", "create", "replace", "delete", "sweep", "remove_folder"):
             setattr(self, verb, refuse)
 
     def __reduce__(self) -> NoReturn:
@@ -235,6 +236,13 @@ class Store(abc.ABC):
         if len(data) > max_bytes:
             raise _failures.long_object(key, self.url, max_bytes)
         return data
+
+    def get_optional(self, key: str, max_bytes: int, optional: OptionalRequests) -> bytes:
+        """Return a whole object as :meth:`get_bounded` does, but within the time of optional requests.
+
+        Only S3, Google Cloud Storage and Azure limit the time.
+        """
+        return self.get_bounded(key, max_bytes)
 
     def get_above(self, levels: int, key: str) -> bytes:
         """Return an object of the folder that is ``levels`` (at least 1) levels above the url, in the same store.
@@ -357,14 +365,30 @@ class Store(abc.ABC):
         """
         return ()
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
-        """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, if no byte is sent.
+    def copies_from(self, source: Store) -> bool:
+        """Whether :meth:`copy_from` may succeed for objects of another store. No request."""
+        return False
 
-        Returns None if the stores cannot do this, or if the source is absent or has another size. Then the caller puts
-        the object. Two requests in S3 and Google Cloud Storage, which copy within one bucket. Local files are linked,
-        or cloned if links are refused. Other stores always return None.
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
+        """Make an object of an uncommitted attempt from one of ``nbytes`` bytes in another store, in the server.
+
+        Return False if the server does not copy it, or if the source is absent or has another size. Then the caller
+        puts the object. Two requests in S3 and Google Cloud Storage, which copy within one bucket. After a failure
+        no more requests of ``optional`` are made, and a warning gives the reason.
         """
-        return None
+        return False
+
+    def open_linkable(self, source: Store, source_key: str, key: str) -> LinkableFile | str:
+        """Open a file of another store (or of this one) that may become ``key`` by a link. The caller closes it.
+
+        Return the reason if there is none: the file is absent or special, or differs from a new file in its owner,
+        group or mode, or other users may write to it.
+        """
+        return "only local files can be linked"
+
+    def link(self, file: LinkableFile, key: str) -> bool:
+        """Make an object of an uncommitted attempt from an open file. Return False if it is not possible."""
+        return False
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:

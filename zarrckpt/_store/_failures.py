@@ -117,6 +117,7 @@ _SELDOM_PASSING = re.compile(
     rf"|{_ABORT}"
 )
 _SELDOM_REPEATS = 2
+_REFUSED = re.compile(r"status code: (403|405|501)\b")
 
 _REFUSED_CODES = (
     "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
@@ -177,6 +178,11 @@ def is_redirect(error: BaseException) -> bool:
 def not_implemented(error: BaseException) -> bool:
     """Whether the server does not implement the request (status 501)."""
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
+
+
+def refuses_for_good(error: BaseException) -> bool:
+    """Whether a server forbids a request or does not know it (status 403, 405 or 501)."""
+    return any(_REFUSED.search(str(one)) for one in _chain(error)) and not is_passing(error)
 
 
 def max_repeats(error: BaseException) -> int:

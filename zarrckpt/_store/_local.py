@@ -27,11 +27,11 @@ from zarrckpt._store._base import (
     Listing,
     ObjectInfo,
     Reader,
-    Reuse,
     Store,
     byte_views,
     check_key,
 )
+from zarrckpt._store._linkable import LinkableFile
 from zarrckpt._store._local_folders import Folders, refuse_links
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES, open_regular, read_regular
 
@@ -89,6 +89,7 @@ class LocalStore(Store):
         self.durable = durable
         self._folders = Folders(root)
         self._mount_is_known = False
+        self._new_file: os.stat_result | None = None
         self._lock = ForkSafeLock()
         self._syncs: dict[str, Future[None]] = {}
         """The running sync of each key that was written and is not known to be durable yet."""
@@ -154,22 +155,42 @@ class LocalStore(Store):
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         self._put(key, lambda path: files.write_new(path, map(byte_views, groups())))
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
+    def open_linkable(self, source: Store, source_key: str, key: str) -> LinkableFile | str:
         if not isinstance(source, LocalStore):
-            return None
-        found = source.path_of(source_key)
-        reused = False
+            return "it is in another kind of store"
+        try:
+            file = LinkableFile(source.path_of(source_key))
+        except OSError as error:
+            return one_line(str(error))
+        # Whoever may change a file of this checkpoint may change all of them.
+        if source is not self and (fault := file.may_differ_from(self._stat_new(key))):
+            with file:
+                return fault
+        return file
+
+    def link(self, file: LinkableFile, key: str) -> bool:
+        linked = False
 
         def work(path: str) -> None:
-            nonlocal reused
-            reused = files.link_new(found, path, nbytes)
+            nonlocal linked
+            linked = files.link_new(file, path)
 
         self._write("linking", key, work)
-        if not reused:
-            return None
-        # The base may have been saved with durable=False.
-        self._begin_sync(key)
-        return "linked"
+        if linked:
+            # The base may have been saved with durable=False.
+            self._begin_sync(key)
+        return linked
+
+    def _stat_new(self, key: str) -> os.stat_result:
+        """Return the owner, group, mode and device of new files, as a file beside the first key has them."""
+        if self._new_file is None:
+
+            def work(path: str) -> None:
+                self._new_file = files.stat_new(path)
+
+            self._write("writing", key, work)
+        assert self._new_file is not None
+        return self._new_file
 
     def _put(self, key: str, work: Callable[[str], None]) -> None:
         self._write("writing", key, work)

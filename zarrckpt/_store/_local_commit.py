@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import re
-import stat
 import time
 import uuid
 import warnings
@@ -22,11 +21,10 @@ from zarrckpt._errors import CorruptCheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import version_of
 from zarrckpt._store._failures import ABSENT
-from zarrckpt._store._regular_files import open_regular, read_regular
+from zarrckpt._store._linkable import LinkableFile
+from zarrckpt._store._regular_files import read_regular
 
 _LOCK_SECONDS = 60.0
-_FICLONE = 0x40049409
-"""The number of Linux's ioctl that makes a file share the blocks of another one."""
 # One lock for the process: POSIX locks belong to processes and do not exclude threads.
 _THREADS_LOCK = ForkSafeLock()
 
@@ -103,42 +101,36 @@ def write_new(path: str, groups: Views) -> None:
     _fill_new(file, path, groups, sync=False)
 
 
-def link_new(source: str, path: str, nbytes: int) -> bool:
-    """Make a file that shares the data of a source of ``nbytes`` bytes: a hard link, or a clone of its blocks.
+def link_new(file: LinkableFile, path: str) -> bool:
+    """Make a file's second name, and give it the present time, so that a clean-up by age does not take it for old.
 
-    Return False if the source is absent, is not a plain file of this size, or if the filesystem can do neither. An
-    existing file is replaced as in :func:`write_new`. The new file has the present time, so that a clean-up by age does
-    not take it for an old one.
+    Return False if the name leads to another file by now, or if the file system refuses links. An existing file is
+    replaced as in :func:`write_new`.
     """
     _unlink(path)
     try:
-        os.link(source, path, follow_symlinks=False)
-    except ABSENT:
+        os.link(file.path, path, follow_symlinks=False)
+    except OSError:
         if not os.path.isdir(os.path.dirname(path)):
             raise
         return False
-    except OSError as error:
-        if error.errno not in (*_NO_LINKS, errno.EXDEV) or not _clone(source, path):
-            return False
     found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+    if not os.path.samestat(found, file.found) or found.st_size != file.size:
         _unlink(path)
         return False
-    # If another user owns the file, its time cannot be set.
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(OSError):
         os.utime(path)
     return True
 
 
-def _clone(source: str, path: str) -> bool:
-    """Make a file that shares the blocks of another one (Btrfs, XFS). Return False on other filesystems."""
-    try:
-        with closed_after(open_regular(source)) as read, closed_after(open_new(path)) as file:
-            fcntl.ioctl(file, _FICLONE, read)
-    except (OSError, CorruptCheckpointError):
-        _unlink(path)
-        return False
-    return True
+def stat_new(path: str) -> os.stat_result:
+    """Return the owner, group, mode and device of a new file beside ``path``. The file is removed."""
+    name = helper_name(path, "part", unique=True)
+    with closed_after(open_new(name)) as file:
+        try:
+            return os.fstat(file)
+        finally:
+            _unlink(name)
 
 
 def open_new(path: str) -> int:
@@ -354,10 +346,10 @@ def copy_range(source: int, target: int, nbytes: int, source_offset: int, target
     while nbytes:
         try:
             done = os.copy_file_range(source, target, min(nbytes, _COPY_BYTES), source_offset, target_offset)
-        except (AttributeError, OSError) as error:
-            # Only Linux has the call.
-            if isinstance(error, OSError) and error.errno not in (*_NO_LINKS, errno.EXDEV):
-                raise
+        except (AttributeError, OSError):
+            done = 0
+        if not done:
+            # Only Linux has the call, and network file systems fail in many ways or copy nothing.
             data = os.pread(source, min(nbytes, _BLOCK_BYTES), source_offset)
             pwrite_all(target, [memoryview(data)], target_offset)
             done = len(data)

@@ -20,11 +20,12 @@ from obstore import exceptions as client_errors
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError, log
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reuse, Store, VersionedObject, byte_views, version_of
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, VersionedObject, byte_views, version_of
 from zarrckpt._store._client_store import DELETES_AT_ONCE, ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._machine_account import PUBLIC_STEP, SIGN_IN_STEPS
 from zarrckpt._store._obstore_client import Client, wait_for
+from zarrckpt._store._optional import OptionalRequests
 from zarrckpt._store._regular_files import MAX_WHOLE_BYTES
 from zarrckpt._store._upload_parts import PART, SPLIT
 
@@ -47,6 +48,9 @@ _MAX_PUT_BYTES = 5 * 2**30
 
 _PARTS_AT_ONCE = 8
 
+_without_copies: set[str] = set()
+"""The servers and buckets that have refused a copy for good. This process sends them no further copies."""
+
 
 class ObstoreStore(ClientStore):
     """Objects below one prefix of a bucket. Thread-safe. In a forked child it raises StorageError."""
@@ -58,8 +62,6 @@ class ObstoreStore(ClientStore):
         self._client = client
         self._bucket = client.bucket
         self.proxy = client.bucket.proxy
-        self._can_copy = self._bucket.copies_at_once
-        """False also after a copy has failed for another reason than an absent source."""
 
     def get_named(self, name: str, max_bytes: int) -> bytes:
         return _take_whole(obstore.get(self._bucket.single_client, name), name, max_bytes)
@@ -121,8 +123,9 @@ class ObstoreStore(ClientStore):
         if self._conditions.copies is None:
             probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
             self.put(probe, [b"1"])
+            made = partial(self.copy_new, probe, f"{probe}-2", OptionalRequests())
             try:
-                self._conditions.copies = self.copy_new(probe, f"{probe}-2") and not self.copy_new(probe, f"{probe}-2")
+                self._conditions.copies = made() and not made()
             except StorageError:
                 self._conditions.copies = False  # Ceph 16 refuses every conditional copy.
             with contextlib.suppress(StorageError):
@@ -135,36 +138,56 @@ class ObstoreStore(ClientStore):
         client, name = self._bucket.persistent, self.name(key)
         return obstore.open_writer(client, name, buffer_size=PART, max_concurrency=_PARTS_AT_ONCE)
 
-    def copy_new(self, source_key: str, key: str) -> bool:
-        def copy() -> bool:
+    def copy_new(self, source_key: str, key: str, optional: OptionalRequests | None = None) -> bool:
+        client = self._bucket.series_client if optional is None else self._bucket.unrepeated
+        what = f"copying {source_key!r} to {key!r}"
+
+        async def copy() -> bool:
             try:
-                obstore.copy(self._bucket.series_client, self.name(source_key), self.name(key), overwrite=False)
+                await obstore.copy_async(client, self.name(source_key), self.name(key), overwrite=False)
             except client_errors.AlreadyExistsError as error:
                 if _failures.is_passing(error):
                     raise
                 return False
             return True
 
-        return self.call(f"copying {source_key!r} to {key!r}", copy)
+        return self.call(what, lambda: wait_for(copy)) if optional is None else self._ask(what, copy, optional)
 
-    def reuse(self, source: Store, source_key: str, key: str, nbytes: int) -> Reuse | None:
-        if not (isinstance(source, ObstoreStore) and source._bucket.server == self._bucket.server and self._can_copy):
-            return None
+    def get_optional(self, key: str, max_bytes: int, optional: OptionalRequests) -> bytes:
+        async def fetch() -> bytes:
+            answer = await obstore.get_async(self._bucket.unrepeated, self.name(key))
+            nbytes = _announced(answer, key, max_bytes)
+            return bytes(_checked_length(await anext(answer.stream(min_chunk_size=nbytes + 1), b""), key, nbytes))
+
+        return self._ask(f"reading {key!r}", fetch, optional, key)
+
+    def copies_from(self, source: Store) -> bool:
+        if not (isinstance(source, ObstoreStore) and self._bucket.copies_at_once):
+            return False
+        return source._bucket.server == self._bucket.server and self._bucket.server not in _without_copies
+
+    def copy_from(self, source: Store, source_key: str, key: str, nbytes: int, optional: OptionalRequests) -> bool:
+        if optional.has_ended or not (isinstance(source, ObstoreStore) and self.copies_from(source)):
+            return False
         name, found = self.name(key), source.name(source_key)
         try:
-            self.call(
-                f"copying {found!r} to {key!r}",
-                lambda: obstore.copy(self._bucket.single_client, found, name),
-                source_key,
-            )
-            return "copied" if self.size(key) == nbytes else None
+            what = f"copying {found!r} to {key!r}"
+            self._ask(what, lambda: obstore.copy_async(self._bucket.unrepeated, found, name), optional, source_key)
+            what = f"reading the size of {key!r}"
+            copy = self._ask(what, lambda: obstore.head_async(self._bucket.unrepeated, name), optional, key)
         except ObjectNotFoundError:
-            return None
+            return False
         except StorageError as error:
             # The put that follows shows whether the server can be reached.
-            self._can_copy = False
-            log.warning("%s: objects cannot be copied and are written instead: %s", self.url, error)
-            return None
+            if _failures.refuses_for_good(error):
+                _without_copies.add(self._bucket.server)
+            if optional.end(f"{self.url}: objects cannot be copied and are written instead: {error}"):
+                log.warning("%s", optional.problem)
+            return False
+        return bool(copy["size"] == nbytes)
+
+    def _ask(self, what: str, ask: Callable[[], Awaitable[T]], optional: OptionalRequests, key: str | None = None) -> T:
+        return super().call(what, lambda: self._bucket.ask_optional(ask, optional), key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_mode(key, data, "create", f"creating {key!r}")
@@ -322,12 +345,18 @@ def _version_in(meta: Any) -> dict[str, Any]:
 
 def _take_whole(answer: Any, name: str, max_bytes: int) -> bytes:
     """Return the bytes of an answer of at most ``max_bytes``. obstore would allocate any announced size."""
-    nbytes = answer.meta["size"]
+    nbytes = _announced(answer, name, max_bytes)
+    return bytes(_checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes))
+
+
+def _announced(answer: Any, name: str, max_bytes: int) -> int:
+    """Return the number of bytes that a server announces. Raises CorruptCheckpointError if it is above the maximum."""
+    nbytes: int = answer.meta["size"]
     if nbytes > max_bytes:
         raise CorruptCheckpointError(
             f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {max_bytes}"
         )
-    return bytes(_checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes))
+    return nbytes
 
 
 def _checked_length(data: Any, name: str, nbytes: int) -> memoryview:

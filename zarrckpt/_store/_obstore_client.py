@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -23,6 +24,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import ConditionSupport, support_of
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._machine_account import require_azure_account, require_machine_account
+from zarrckpt._store._optional import OptionalRequests
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, ClientArguments
 from zarrckpt._store._redirects import proxy_of, restrict_redirects
 from zarrckpt._store._renewal import Renewal
@@ -71,12 +73,18 @@ def wait_for(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T
     Each time costs a switch between threads and, if another thread runs Python, a wait for the interpreter.
     """
 
+    return begin_call(ask, seconds).result()
+
+
+def begin_call(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> Future[T]:
+    """Begin an asynchronous call of obstore, which ends with TimeoutError after ``seconds``."""
+
     async def answer() -> T:
         return await asyncio.wait_for(ask(), seconds) if seconds is not None else await ask()
 
     with _kept_lock:
         loop = _loop()
-    return asyncio.run_coroutine_threadsafe(answer(), loop).result()
+    return asyncio.run_coroutine_threadsafe(answer(), loop)
 
 
 def _as_seconds(value: Any) -> float:
@@ -179,6 +187,13 @@ class Bucket:
         """
         check_fork()
         return self.renewal.call(lambda: (self._send if self.answered else self._send_first)(request, report))
+
+    def ask_optional(self, ask: Callable[[], Awaitable[T]], optional: OptionalRequests) -> T:
+        """Make an asynchronous request that the caller can do without, and again with new credentials."""
+        check_fork()
+        result = self.renewal.call(lambda: optional.ask(partial(begin_call, ask)))
+        _answered.add(self.server)
+        return result
 
     def _send_first(self, request: Callable[[], T], report: Callable[[Exception], None]) -> T:
         """Make a request to a server that has not answered yet.
