@@ -71,7 +71,7 @@ def choose_writers(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]
     if old.grid.chunk_shape == new.grid.chunk_shape:
         return writers
     found = np.zeros(new.grid.counts, "<u4")
-    for chunk_index in np.ndindex(*new.grid.counts):
+    for chunk_index in new.grid.chunks_of(new.grid.whole):
         box = new.grid.chunk_box(chunk_index)
         parts: dict[int, int] = {}
         for other in old.grid.chunks_of(box):
