@@ -47,6 +47,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("",
 import torch
 import torch.distributed as dist
 from harness.s3_server import served
+from harness.shared_chunks import sharing_small_chunks
 from harness.uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneven_values, uneven_wholes
 
 import zarrckpt
@@ -205,7 +206,8 @@ class Saving:
         _watch(rank, board)
         dist.barrier()
         board.mark(rank, Place.PLANS)
-        report = zarrckpt.save(state, self.url, overwrite=True, base=self.base, options=OPTIONS)
+        with sharing_small_chunks():
+            report = zarrckpt.save(state, self.url, overwrite=True, base=self.base, options=OPTIONS)
         board.mark(rank, Place.RETURNED)
         if self.replaces and report.sent_bytes == report.nbytes and not _suffix(self.url):
             raise Wrong("no chunk was reused")

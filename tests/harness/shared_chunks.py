@@ -11,8 +11,9 @@ from zarrckpt._save import reuse, write
 
 @contextmanager
 def sharing_small_chunks() -> Iterator[None]:
-    """Reuse chunks of 1 byte or more, instead of 64 KiB."""
-    with patch.object(reuse, "MIN_SHARED_BYTES", 1), patch.object(write, "MIN_SHARED_BYTES", 1):
+    """Reuse chunks of 1 byte or more, instead of 64 KiB, also on a busy machine that reads slowly."""
+    changes = {"MIN_SHARED_BYTES": 1, "_SLOW_SECONDS": 60.0}
+    with patch.multiple(reuse, **changes), patch.object(write, "MIN_SHARED_BYTES", 1):
         yield
 
 

@@ -43,7 +43,7 @@ from zarrckpt._format import chunk_codec
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._ops import verify
 from zarrckpt._plan import chunking
-from zarrckpt._save import staging
+from zarrckpt._save import reuse, staging
 from zarrckpt._store._linkable import LinkableFile
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -500,6 +500,7 @@ def test_a_base_that_is_read_slowly_is_written(base: Path, tmp_path: Path, monke
         return real(self, *args)
 
     monkeypatch.setattr(LinkableFile, "has_next", has_next)
+    monkeypatch.setattr(reuse, "_SLOW_SECONDS", 0.5)
     monkeypatch.setattr(LocalStore, "max_concurrency", 1)
     report = zarrckpt.save(frozen_and(2), tmp_path / "new", base=base, options=ON)
     assert len(reads) == 2 and report.linked_bytes == 0 and "longer" in report.base_problem
