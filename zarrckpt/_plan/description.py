@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._format.wire import decode, encode, record
+from zarrckpt._format.wire import decode, encode, record, type_check
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._version import __version__
 
@@ -115,16 +115,18 @@ class Description:
             raise CheckpointError(f"the description of another rank's state cannot be decompressed: {err}") from None
         if not unzip.eof or unzip.unused_data:
             raise CheckpointError("the description of another rank's state is truncated or has additional bytes")
-        return cls(*decode(unpacked, _PACKED))
+        return cls(*decode(unpacked, _is_packed))
 
 
-_PACKED = tuple[
-    tuple[DescribedEntry, ...],
-    tuple[Sharding, ...],
-    bool,
-    bool,
-    str,
-    tuple[ParameterGroup, ...],
-    dict[str, dict[str, int]],
-]
-"""The types of the fields of a sent description."""
+_is_packed = type_check(
+    tuple[
+        tuple[DescribedEntry, ...],
+        tuple[Sharding, ...],
+        bool,
+        bool,
+        str,
+        tuple[ParameterGroup, ...],
+        dict[str, dict[str, int]],
+    ]
+)
+"""Checks the types of the fields of a sent description."""
