@@ -54,6 +54,7 @@ RECORDS = [
     DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
     ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", "Adam", False),
     Sharding((0, 1), (2,), (Cut(0), None)),
+    Description([DescribedEntry(StatePath(("w",), (DICT,)), "value")], (Sharding((0,), (1,), (None,)),)),
     PlanOptions(Blosc(), Sizes(min_piece=1), grids={"a": Grid((4,), (2,), (1,))}),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
     _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE, {"a": 64})),
