@@ -68,6 +68,7 @@ class ParameterGroup(NamedTuple):
         return self.path.fqn.rpartition("param_groups.")[0].removesuffix(".")
 
 
+@record
 @dataclass(frozen=True, eq=False)
 class Description:
     """All entries of a rank's state, in the order of the state."""
@@ -95,9 +96,7 @@ class Description:
     @property
     def packed(self) -> bytes:
         """The compressed bytes that are sent to other ranks."""
-        flags = (self.compared, self.lowest_rank_saves, self.version)
-        fields = (tuple(self.entries), tuple(self.shardings), *flags, tuple(self.groups), self.versions)
-        data = encode(fields)
+        data = encode(self)
         if len(data) > _MAX_BYTES:
             raise CheckpointError(
                 f"the description of the {len(self.entries)} entries of this rank's state has {len(data)} bytes, at "
@@ -115,16 +114,5 @@ class Description:
             raise CheckpointError(f"the description of another rank's state cannot be decompressed: {err}") from None
         if not unzip.eof or unzip.unused_data:
             raise CheckpointError("the description of another rank's state is truncated or has additional bytes")
-        return cls(*decode(unpacked, _PACKED))
-
-
-_PACKED = tuple[
-    tuple[DescribedEntry, ...],
-    tuple[Sharding, ...],
-    bool,
-    bool,
-    str,
-    tuple[ParameterGroup, ...],
-    dict[str, dict[str, int]],
-]
-"""The types of the fields of a sent description."""
+        found: Description = decode(unpacked, lambda value: type(value) is cls)
+        return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.wire import decode, encode, type_check
-from zarrckpt._ranks.errors import Failure, escape_failure
+from zarrckpt._ranks.errors import Failure
 
 FAILED, STOPPED, RESULT = "failed", "stopped", "result"
 Item = tuple[str, Any]
@@ -19,26 +18,16 @@ Answer = tuple[str, Any, bool]
 UNREADABLE = "unreadable"
 """The kind of a message that cannot be decoded, with the reason as its body. Never sent."""
 
-_Failed = Literal["failed"]
-_Stopped = Literal["stopped"]
-_Result = Literal["result"]
-_is_body: dict[str, Callable[[Any], bool]] = {
-    "abort": type_check(tuple[list[Failure], str | None]),
-    "answer": type_check(tuple[_Failed, list[Failure], bool] | tuple[_Result, bytes, bool]),
-    "heartbeat": type_check(list[int]),
-    "error": type_check(Failure),
-    "results": type_check(
-        tuple[
-            dict[int, tuple[_Failed, Failure] | tuple[_Stopped, None] | tuple[_Result, bytes]],
-            dict[str, list[int]],
-            bool,
-        ]
-    ),
-    "hello": type_check(None),
-    "rejoin": type_check(None),
-    "stop": type_check(None),
-}
-"""Checks of the bodies' types, by kind of message."""
+_SentItem = tuple[Literal["failed"], Failure] | tuple[Literal["stopped"], None] | tuple[Literal["result"], bytes]
+_SentAnswer = tuple[Literal["failed"], list[Failure], bool] | tuple[Literal["result"], bytes, bool]
+_is_message = type_check(
+    tuple[Literal["abort"], int, int, tuple[list[Failure], str | None]]
+    | tuple[Literal["answer"], int, int, _SentAnswer]
+    | tuple[Literal["error"], int, int, Failure]
+    | tuple[Literal["heartbeat"], int, int, list[int]]
+    | tuple[Literal["results"], int, int, tuple[dict[int, _SentItem], dict[str, list[int]], bool]]
+    | tuple[Literal["hello", "rejoin", "stop"], int, int, None]
+)
 
 
 class Message(NamedTuple):
@@ -57,25 +46,7 @@ def encode_message(message: Message) -> bytes:
 
 def decode_message(data: bytes) -> Message:
     """Return the message of a peer, with texts for display. Raises CheckpointError for bytes that are no message."""
-    kind, call, number, body = decode(data, tuple[str, int, int, Any])
-    if kind not in _is_body or not _is_body[kind](body):
-        raise CheckpointError(f"not a message of zarrckpt (kind {kind!r:.100} with another body)")
-    if kind == "abort":
-        body = (_received(body[0]), body[1])
-    elif kind == "error":
-        body = escape_failure(body)
-    elif kind == "answer" and body[0] == FAILED:
-        body = (FAILED, _received(body[1]), body[2])
-    elif kind == "results":
-        items = {
-            position: (outcome, escape_failure(content) if outcome == FAILED else content)
-            for position, (outcome, content) in body[0].items()
-        }
-        body = (items, *body[1:])
-    return Message(kind, call, number, body)
-
-
-def _received(failures: list[Failure]) -> list[Failure]:
-    if not failures:
+    message = Message(*decode(data, _is_message))
+    if message.kind in ("abort", "answer") and [] in message.body:
         raise CheckpointError("not a message of zarrckpt (a failure without a rank)")
-    return [*map(escape_failure, failures)]
+    return message

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from zarrckpt import _errors
 from zarrckpt._errors import CheckpointError, printable
-from zarrckpt._format.wire import record
+from zarrckpt._format.wire import checked_object, record
 
 MAX_TEXT = 1 << 15
 """Maximum length of a text of another rank."""
@@ -38,7 +38,6 @@ class StoppedError(Exception):
     """Work ended early because another rank failed. Never raised to users."""
 
 
-@record
 class Failure(NamedTuple):
     """An error on a rank (global number), or an error of the ranks as a whole if ``rank`` is None."""
 
@@ -65,10 +64,14 @@ class Failure(NamedTuple):
         return cls(None, "CheckpointError", text)
 
 
-def escape_failure(failure: Failure) -> Failure:
+def _received(*fields: Any) -> Failure:
     """Return another rank's failure with texts for display."""
+    failure: Failure = checked_object(Failure, *fields)
     notes = tuple(map(escape_text, failure.notes[:_MAX_NOTES]))
     return failure._replace(kind=escape_text(failure.kind, _MAX_KIND), text=escape_text(failure.text), notes=notes)
+
+
+record(Failure, make=_received)
 
 
 def select_causes(failures: Sequence[Failure]) -> list[Failure]:
