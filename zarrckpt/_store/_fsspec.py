@@ -309,24 +309,27 @@ class FsspecStore(ClientStore):
         hints = [_failures.permission_hint(CLOUD.get(self._protocol, ""), what, error)]
         if self._signs and _failures.refuses_credentials(error):
             hints.append(self.renewal_hint(self._fixed_credentials, self._renewal.error))
-        if any(hints):
-            return ". ".join(filter(None, hints))
-        if isinstance(error, ImportError):
-            package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
-            package = "'zarrckpt[s3fs]'" if package == "s3fs" else package or "PACKAGE"
-            return f"Install the package for this protocol: pip install {package}"
-        if isinstance(error, ValueError) and "Protocol not known" in str(error):
-            return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
-        if self._query and getattr(error, "status", None) == 403:
-            return (
-                "The server refuses the query of the url for this object. Most presigned urls are for one object: sign "
-                "the url of an archive (.zarr.zip), or use a signature for all objects below the folder"
-            )
-        if isinstance(error, PermissionError):
-            return "Check the credentials and their permissions"
-        if isinstance(error, FileNotFoundError):
-            return "Check that the bucket or folder exists"
-        return "Check the url, the options and the network"
+        return ". ".join(filter(None, hints)) or _next_step(error, signed=bool(self._query))
+
+
+def _next_step(error: BaseException, *, signed: bool) -> str:
+    """Return the next step after an error, from a url with a signature or without one."""
+    if isinstance(error, ImportError):
+        package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
+        package = "'zarrckpt[s3fs]'" if package == "s3fs" else package or "PACKAGE"
+        return f"Install the package for this protocol: pip install {package}"
+    if isinstance(error, ValueError) and "Protocol not known" in str(error):
+        return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
+    if signed and getattr(error, "status", None) == 403:
+        return (
+            "The server refuses the query of the url for this object. Most presigned urls are for one object: sign "
+            "the url of an archive (.zarr.zip), or use a signature for all objects below the folder"
+        )
+    if isinstance(error, PermissionError):
+        return "Check the credentials and their permissions"
+    if isinstance(error, FileNotFoundError):
+        return "Check that the bucket or folder exists"
+    return "Check the url, the options and the network"
 
 
 def _refuse_chain(address: str) -> None:
