@@ -19,7 +19,7 @@ MODULE = re.compile(r"`(\w+)` \(layer (\d+)(?:, (torch))?\): ")
 CLIENTS = {
     "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr"},
     "obstore": {"_store._obstore", "_store._obstore_client"},
-    "fsspec": {"_store._fsspec_filesystem"},
+    "fsspec": {"_store._fsspec"},
 }
 """Modules that import these libraries at import time. Others cost nothing if they are not used."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import signal
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +15,7 @@ import obstore
 import pytest
 import torch
 import zarr
+from harness.forks import in_forked_child
 from harness.internals import StoreSpec, open_store
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
@@ -328,28 +327,6 @@ def test_a_read_only_store_is_read_and_never_changed(kind: str, tmp_path: Path) 
 
 
 # -- forked children
-
-
-def in_forked_child(work: Callable[[], None]) -> str:
-    """Run ``work`` in a child made by fork. Return what it raised, "" for nothing. Bounded in time."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
-        try:
-            work()
-            answer = b""
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}".encode()
-        os.write(write, answer or b"-")
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as file:
-        answer = file.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"the child hung or crashed: {status}"
-    return "" if answer == b"-" else answer.decode()
 
 
 def test_an_object_store_raises_in_a_forked_child(moto_bucket: S3Place) -> None:

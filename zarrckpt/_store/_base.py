@@ -260,7 +260,7 @@ class Store(abc.ABC):
         return b""
 
     def get_versioned(self, key: str) -> VersionedObject:
-        """Return a whole object and its version. One request; three with s3fs, which returns data without a version."""
+        """Return a whole object and its version. One request."""
         data = self.get(key)
         return VersionedObject(data, version_of(data))
 

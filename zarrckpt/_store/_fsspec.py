@@ -6,10 +6,20 @@ also exact on Google Cloud and Azure. On every other filesystem the store reads,
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import inspect
+import os
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
+
+import fsspec
 
 from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -17,43 +27,108 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, VersionedObject, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import ConditionSupport, NoConditionsError
-from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
+from zarrckpt._store._local_commit import is_silly_name
+from zarrckpt._store._renewal import Renewal
 from zarrckpt._store._secrets import redact_url, secret_values
-from zarrckpt._store._url import CLOUD, split_query
+from zarrckpt._store._url import CLOUD, RESOLVERS, is_chain, split_query
 
 T = TypeVar("T")
 
-_EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
-"""Packages that an extra of zarrckpt installs, and the extra."""
+_S3 = {"s3", "s3a"}
+# Those with a mode="create" that the server checks.
+_CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
+_HTTP = {"http", "https"}
+# Stores without folders: a put is atomic, and no folder must be made (s3fs would make a bucket instead).
+_FLAT = _CREATES | _HTTP | {"oss", "oci", "tos", "memory"}
+# HDFS cannot rename over a file. webhdfs raises no error for it, and hdfs raises the same error for every failure.
+_HDFS = {"hdfs", "webhdfs"}
 
-_READ_TRIES = 5
+_RESOLVING_MODULES = {
+    "fsspec.archive",
+    "fsspec.generic",
+    *(f"fsspec.implementations.{name}" for name in ("asyn_wrapper", "cached", "chained", "dask", "dirfs", "reference")),
+}
+"""Modules of filesystems that open other urls, under any protocol."""
 
-# The process has one memory filesystem of fsspec. The lock makes the check and the write atomic.
-_MEMORY_LOCK = ForkSafeLock()
-# For all filesystems without conditions, so that at least the threads of one process exclude each other.
-_PLAIN_LOCK = ForkSafeLock()
+_SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session", "aws_access_key_id")
+"""Options of s3fs and (the last one) of its client that hold credentials."""
+
+_TRIES = 5
+_PART = ".zarrckpt-part"
+
+# Makes the check and the write atomic in memory, because the process has one memory filesystem. On filesystems without
+# conditions, at least the threads of one process exclude each other.
+_LOCK = ForkSafeLock()
 
 
 class FsspecStore(ClientStore):
-    """Objects below a folder of an fsspec filesystem. A forked child opens a new filesystem."""
+    """Objects below a folder of an fsspec filesystem."""
 
     # The bucket's name, or the empty text before the first "/" of an absolute path.
     lowest_levels = 1
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
-        super().__init__(redact_url(address), "", ConditionSupport(), _PLAIN_LOCK, secrets)
+        super().__init__(redact_url(address), "", ConditionSupport(), _LOCK, secrets)
+        self._address, self._protocol, self._options = address, _protocol_of(address), dict(options)
         _, self._query = split_query(address)
         if self._query:
             # Otherwise the client encodes the query again, and a signature may no longer fit.
-            options = {"encoded": True, **options}
-        self._filesystems = super().call("opening the store", lambda: Filesystems(address, options))
-        self._traits = self._filesystems.traits
-        self._folder = split_query(self._filesystems.root)[0].rstrip("/")
-        self.lists_all = not self._traits.http
-        traits = self._traits
-        creates, matches = None if traits.creates else False, None if traits.s3 else False
-        self._conditions = ConditionSupport(True, True) if traits.memory else ConditionSupport(creates, matches)
+            self._options.setdefault("encoded", True)
+        self._chains = self._options.pop("allow_chains", False)
+        self._signs, self._renewal = False, Renewal(None)
+        fs, root = self.call("opening the store", self._open)
+        self._folder = split_query(root.rstrip("/"))[0].rstrip("/")
+        names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._s3, self._memory, self._http = bool(names & _S3), "memory" in names, bool(names & _HTTP)
+        self._flat, self._hdfs = bool(names & _FLAT), bool(names & _HDFS)
+        # From 2026.3 on, s3fs requests the size before a whole read, and splits large ones.
+        splits = self._s3 and "max_concurrency" in inspect.signature(fs._cat_file).parameters
+        self._whole = {"max_concurrency": 1} if splits else {}
+        self._signs = self._s3 and not self._options.get("anon")
+        given = {**(self._options.get("client_kwargs") or {}), **self._options}
+        self._fixed_credentials = next((name for name in _SIGN_IN_OPTIONS if given.get(name)), None)
+        self._renewal = Renewal(self._renew if self._signs and not self._fixed_credentials else None)
+        # All threads share an asynchronous filesystem. Others, such as sftp, serve one thread at a time.
+        shared = fs.async_impl or self._memory
+        self._opened: Any = SimpleNamespace() if shared else threading.local()
+        self._opened.fs, self._opened.pid = fs, os.getpid()
+        self.max_concurrency = self.max_concurrency if shared else 8
+        self.lists_all = not self._http
+        creates, matches = None if names & _CREATES else False, None if self._s3 else False
+        self._conditions = ConditionSupport(True, True) if self._memory else ConditionSupport(creates, matches)
+
+    # -- the filesystem
+
+    @property
+    def _fs(self) -> Any:
+        opened = self._opened
+        if getattr(opened, "pid", None) != os.getpid():
+            # A new thread, or a fork: connections and event loops do not survive it.
+            opened.fs, opened.pid = self._open()[0], os.getpid()
+        return opened.fs
+
+    def _open(self, **more: Any) -> tuple[Any, str]:
+        """Return the filesystem and the root's path. fsspec keeps one for each process and, if necessary, thread."""
+        if not isinstance(self._chains, bool):
+            raise StorageError(f"the option allow_chains must be True or False, got {self._chains!r}")
+        if not self._chains:
+            _refuse_chain(self._address)
+        options = {**self._options, **more}
+        if self._protocol in _S3:
+            options["config_kwargs"] = {"http_session_cls": _session_class(), **(options.get("config_kwargs") or {})}
+        if self._chains:
+            fs, path = fsspec.core.url_to_fs(self._address, **options)
+            return fs, path
+        # url_to_fs would split a name that contains "::".
+        kind = fsspec.get_filesystem_class(self._protocol)
+        return kind(**{**kind._get_kwargs_from_urls(self._address), **options}), kind._strip_protocol(self._address)
+
+    def _renew(self) -> None:
+        # fsspec would return the same filesystem again.
+        self._opened.fs = self._open(skip_instance_cache=True)[0]
+
+    # -- names
 
     def name(self, key: str) -> str:
         if self._query:
@@ -64,55 +139,59 @@ class FsspecStore(ClientStore):
     def folder(self, prefix: str) -> str:
         return super().name(prefix) if prefix else self._folder
 
+    # -- reads
+
     def get_named(self, name: str, max_bytes: int) -> bytes:
-        whole = {"max_concurrency": 1} if self._traits.splits else {}
-        return self._read(name, lambda fs: bytes(fs.cat_file(name, **whole)))
+        return bytes(self._fs.cat_file(name, **self._whole))
 
     def get_versioned(self, key: str) -> VersionedObject:
-        if not self._traits.s3:
+        if not self._s3:
             return super().get_versioned(key)
-        # s3fs returns bytes without an e-tag, so compare the e-tags before and after the read.
-        for _ in range(_READ_TRIES):
-            before, data, after = self._e_tag(key), self.get(key), self._e_tag(key)
-            if before == after:
-                return VersionedObject(data, before)
-        raise StorageError(
-            f"reading {key!r} in {self.url} failed: it changed during each of {_READ_TRIES} reads. Try again"
-        )
+
+        def request() -> VersionedObject:
+            answer = self._ask_s3("get_object", key)
+            return VersionedObject(fsspec.asyn.sync(self._fs.loop, answer["Body"].read), answer["ETag"])
+
+        return self.call(f"reading {key!r}", request, key)
 
     def version(self, key: str) -> Any:
-        return self._e_tag(key) if self._traits.s3 else super().version(key)
+        if not self._s3:
+            return super().version(key)
+        return self.call(f"reading {key!r}", lambda: self._ask_s3("head_object", key)["ETag"], key)
+
+    def _ask_s3(self, method: str, key: str) -> Any:
+        fs = self._fs
+        bucket, name, _ = fs.split_path(self.name(key))
+        return fs.call_s3(method, Bucket=bucket, Key=name)
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
-        return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
+        return bytes(self._fs.cat_file(name, start=start, end=end))
 
     def size_named(self, name: str) -> int:
-        def size(fs: Any) -> int:
-            fs.invalidate_cache()
-            try:
-                found = fs.info(name)["size"]
-            except FileNotFoundError:
-                # A web server may have failed, or may not send sizes. Reading the object decides.
-                if not self._traits.http:
-                    raise
-                found = None
-            return len(fs.cat_file(name)) if found is None else int(found)
+        fs = self._fs
+        fs.invalidate_cache()
+        try:
+            size = fs.info(name)["size"]
+        except FileNotFoundError:
+            # A web server may have failed, or may not send sizes. Reading the object decides.
+            if not self._http:
+                raise
+            size = None
+        return len(fs.cat_file(name)) if size is None else int(size)
 
-        return self._read(name, size)
+    # -- changes
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         data = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], bytes) else b"".join(byte_views(buffers))
-        self._lent(f"writing {key!r}", lambda fs: write_file(fs, self._traits, self.name(key), data, {}))
+        self.call(f"writing {key!r}", lambda: self._write(self.name(key), data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        if self._traits.memory:
-            with _MEMORY_LOCK:
-                return self.read_if_any(key) is None and self._put_if(key, data)
-        return self._put_if(key, data, **({"mode": "create"} if self._traits.creates else {}))
+        with _LOCK if self._memory else contextlib.nullcontext():
+            return self._put_if(key, data, mode="create")
 
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
-        if self._traits.memory:
-            with _MEMORY_LOCK:
+        if self._memory:
+            with _LOCK:
                 found = self.read_if_any(key)
                 return found is not None and found.version == version and self._put_if(key, data)
         if self._put_if(key, data, IfMatch=version):
@@ -123,119 +202,180 @@ class FsspecStore(ClientStore):
         return unchanged and self._put_if(key, data, IfMatch=str(version).strip('"'))
 
     def _put_if(self, key: str, data: bytes, **condition: Any) -> bool:
-        def call(fs: Any) -> bool:
+        def request() -> bool:
             try:
-                write_file(fs, self._traits, self.name(key), data, condition)
+                self._write(self.name(key), data, **condition)
             except Exception as error:
                 if _is_refusal(error, condition):
                     return False
                 known = self._conditions.matches if "IfMatch" in condition else self._conditions.creates
-                if condition and known is None and _failures.not_implemented(error):
+                if known is None and _failures.not_implemented(error):
                     raise NoConditionsError(f"{self.url}: the server has no conditional puts") from None
                 raise
             return True
 
-        return self._lent(f"writing {key!r} conditionally", call)
+        return self.call(f"writing {key!r} conditionally", request)
 
-    def _e_tag(self, key: str) -> str:
-        name = self.name(key)
-        return self.call(
-            f"reading {key!r}", lambda: self._read(name, lambda fs: str(fs.info(name, refresh=True)["ETag"])), key
-        )
+    def _write(self, path: str, data: bytes, **condition: Any) -> None:
+        """Write a whole object. If the filesystem permits it, readers see the old or the new object, never a part."""
+        fs = self._fs
+        if self._flat:
+            fs.pipe_file(path, data, **condition)
+            return
+        # The base class renames by copying, which is not safer than writing in place.
+        renames = type(fs).mv is not fsspec.AbstractFileSystem.mv
+        temp = f"{path}.{uuid.uuid4().hex}{_PART}" if renames else path
+        try:
+            fs.pipe_file(temp, data)
+        except FileNotFoundError:
+            _make_folder(fs, path.rpartition("/")[0])
+            fs.pipe_file(temp, data)
+        if renames:
+            self._rename(fs, temp, path)
+
+    def _rename(self, fs: Any, temp: str, path: str) -> None:
+        try:
+            if self._hdfs and fs.exists(path):
+                raise FileExistsError(path)
+            fs.mv(temp, path)
+        except BaseException as error:
+            if not isinstance(error, FileExistsError) and getattr(error, "errno", None) != errno.EEXIST:
+                with contextlib.suppress(Exception):
+                    self.delete_named(temp)
+                raise
+        else:
+            return
+        # SMB, for example, cannot rename over a file. For a moment there is none under this name.
+        self.delete_named(path)
+        try:
+            fs.mv(temp, path)
+        except Exception as error:
+            raise OSError(f"{error}. The new file was kept as {temp}: rename it to {path}") from error
 
     def delete_named(self, name: str) -> None:
-        with self._filesystems.lend() as fs:
-            remove_file(fs, name)
+        fs = self._fs
+        try:
+            fs.rm_file(name)
+        except FileNotFoundError:
+            return
+        except NotImplementedError:
+            if fs.exists(name):
+                fs.rm(name)
+
+    # -- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        start = self.folder(prefix)
-
-        def fetch(fs: Any) -> dict[str, Any]:
-            # Many filesystems cache listings, and other processes write here.
-            fs.invalidate_cache()
-            try:
-                return dict(fs.find(start, detail=True))
-            except FileNotFoundError:
-                return {}
-
-        for path, info in self._lent(f"listing {prefix!r}", fetch).items():
-            # ``find`` of an object returns the object itself.
-            if info["type"] == "file" and (name := self._name_below(start, path)):
+        for name, info in self._listed(prefix, "find"):
+            if info["type"] == "file":
                 yield ObjectInfo(f"{prefix}/{name}" if prefix else name, int(info["size"] or 0))
 
     def list_dir(self, prefix: str = "") -> Listing:
+        found: tuple[set[str], set[str]] = (set(), set())
+        for name, info in self._listed(prefix, "ls"):
+            found[info["type"] == "directory"].add(name)
+        return sorted(found[0]), sorted(found[1])
+
+    def _listed(self, prefix: str, method: str) -> Iterator[tuple[str, Any]]:
+        """List a folder by a method of the filesystem. Yield the names below it, and what the filesystem returns."""
         start = self.folder(prefix)
 
-        def fetch(fs: Any) -> Sequence[Mapping[str, Any]]:
+        def request() -> Any:
+            fs = self._fs
+            # Many filesystems cache listings, and other processes write here.
             fs.invalidate_cache()
             try:
-                found: Sequence[Mapping[str, Any]] = fs.ls(start, detail=True)
-                return found
+                found = getattr(fs, method)(start, detail=True)
             except (FileNotFoundError, NotADirectoryError):
-                return []
+                return ()
+            return found.items() if isinstance(found, dict) else [(info["name"], info) for info in found]
 
-        objects: set[str] = set()
-        folders: set[str] = set()
-        for info in self._lent(f"listing {prefix!r}", fetch):
-            is_folder = info["type"] == "directory"
-            if name := self._name_below(start, info["name"].rstrip("/"), is_folder=is_folder):
-                (folders if is_folder else objects).add(name)
-        return sorted(objects), sorted(folders)
+        for path, info in self.call(f"listing {prefix!r}", request):
+            # No objects are helper files of a write, files that NFS keeps after their deletion, and names of folders.
+            helper = path.endswith((_PART, "/")) or is_silly_name(path.rpartition("/")[2])
+            # A listing of an object contains the object itself.
+            name = path[len(start) + 1 :].rstrip("/") if path.startswith(f"{start}/") else ""
+            if self._http:
+                # The links of a web page are encoded, and those with "?" sort it.
+                name = unquote(name.partition("?")[0].removeprefix("./"))
+            if name and (info["type"] == "directory" or not helper):
+                yield name, info
 
-    def _name_below(self, start: str, path: str, *, is_folder: bool = False) -> str:
-        """Return the name of a listed path relative to a folder, or "" if it is not below it or is no object."""
-        if not path.startswith(f"{start}/") or (is_no_object(path) and not is_folder):
-            return ""
-        name = path[len(start) + 1 :]
-        if not self._traits.http:
-            return name
-        return unquote(name.partition("?")[0].removeprefix("./"))  # links with "?" sort the web page
+    # -- errors
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        return super().call(what, partial(self._filesystems.renewal.call, request), key)
+        return super().call(what, lambda: self._renewal.call(request), key)
 
     def hint(self, what: str, error: BaseException) -> str:
-        filesystems = getattr(self, "_filesystems", None)  # none yet, if it could not be opened
-        hints = [_failures.permission_hint(CLOUD.get(self.url.partition("://")[0].lower(), ""), what, error)]
-        if filesystems is not None and filesystems.signs_for_s3 and _failures.refuses_credentials(error):
-            hints.append(self.renewal_hint(filesystems.fixed_credentials, filesystems.renewal.error))
-        if any(hints):
-            return ". ".join(filter(None, hints))
-        if isinstance(error, ImportError):
-            package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
-            return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"
-        if isinstance(error, ValueError) and "Protocol not known" in str(error):
-            return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
-        if self._query and getattr(error, "status", None) == 403:
-            return (
-                "The server refuses the query of the url for this object. Most presigned urls are for one object: sign "
-                "the url of an archive (.zarr.zip), or use a signature for all objects below the folder"
-            )
-        if isinstance(error, PermissionError):
-            return "Check the credentials and their permissions"
-        if isinstance(error, FileNotFoundError):
-            return "Check that the bucket or folder exists"
-        return "Check the url, the options and the network"
+        hints = [_failures.permission_hint(CLOUD.get(self._protocol, ""), what, error)]
+        if self._signs and _failures.refuses_credentials(error):
+            hints.append(self.renewal_hint(self._fixed_credentials, self._renewal.error))
+        return ". ".join(filter(None, hints)) or _next_step(error, signed=bool(self._query))
 
-    def _read(self, name: str, call: Callable[[Any], T]) -> T:
-        """Call with a lent filesystem. For a folder instead of a file, raise IsADirectoryError."""
-        with self._filesystems.lend() as fs:
-            try:
-                return call(fs)
-            except FileNotFoundError:
-                raise
-            except Exception as error:
-                # sftp has the same error for every failure, folders included.
-                if self._traits.flat or not fs.isdir(name):
-                    raise
-                raise IsADirectoryError(name) from error
 
-    def _lent(self, what: str, call: Callable[[Any], T]) -> T:
-        def lent() -> T:
-            with self._filesystems.lend() as fs:
-                return call(fs)
+def _next_step(error: BaseException, *, signed: bool) -> str:
+    """Return the next step after an error, from a url with a signature or without one."""
+    if isinstance(error, ImportError):
+        package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
+        package = "'zarrckpt[s3fs]'" if package == "s3fs" else package or "PACKAGE"
+        return f"Install the package for this protocol: pip install {package}"
+    if isinstance(error, ValueError) and "Protocol not known" in str(error):
+        return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
+    if signed and getattr(error, "status", None) == 403:
+        return (
+            "The server refuses the query of the url for this object. Most presigned urls are for one object: sign "
+            "the url of an archive (.zarr.zip), or use a signature for all objects below the folder"
+        )
+    if isinstance(error, PermissionError):
+        return "Check the credentials and their permissions"
+    if isinstance(error, FileNotFoundError):
+        return "Check that the bucket or folder exists"
+    return "Check the url, the options and the network"
 
-        return self.call(what, lent)
+
+def _refuse_chain(address: str) -> None:
+    """Raise StorageError for a url whose filesystem opens other urls, since stored files may choose these urls."""
+    protocol = _protocol_of(address)
+    resolves = protocol in RESOLVERS or is_chain(address)
+    if not resolves:
+        bases = inspect.getmro(fsspec.get_filesystem_class(protocol))
+        resolves = any(base.__module__ in _RESOLVING_MODULES for base in bases)
+    if resolves:
+        raise StorageError(
+            f"{redact_url(address)!r} is opened through other urls, which can run code or read local files: expected a "
+            'url of one protocol, without "::". If you trust all files there, pass '
+            "storage_options={'backend': 'fsspec', 'allow_chains': True}"
+        )
+
+
+def _protocol_of(address: str) -> str:
+    protocol, url, _ = address.partition("::")[0].partition("://")
+    return protocol.lower() if url else "file"
+
+
+@functools.cache
+def _session_class() -> type:
+    """Return a class with which s3fs follows no redirects. These would send the session token to other hosts."""
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+
+    class Direct:
+        """An aiohttp session that fails on a redirect, unless its answer names the bucket's region, which s3fs uses."""
+
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        async def request(self, *args: Any, **options: Any) -> Any:
+            answer = await self._session.request(*args, **options, allow_redirects=False)
+            found = answer.headers
+            if 300 < answer.status < 400 and "location" in found and "x-amz-bucket-region" not in found:
+                answer.close()
+                raise StorageError("the server redirects the request, which s3fs must not follow")
+            return answer
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Direct:
+            return Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
 
 
 def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
@@ -249,3 +389,11 @@ def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
     answer = getattr(error.__cause__ or error, "response", None)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, Mapping) else None
     return status in (409, 412)
+
+
+def _make_folder(fs: Any, folder: str) -> None:
+    """Make a folder and those above it. ``makedirs`` of sftp fails if another thread or process makes one of them."""
+    for attempt in range(_TRIES):
+        with contextlib.suppress(Exception) if attempt < _TRIES - 1 else contextlib.nullcontext():
+            return fs.makedirs(folder, exist_ok=True)
+        time.sleep(0.01 * 2**attempt)
