@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from harness.crashes import Place, all_files, held, state
+from harness.faulty_store import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
 from harness.one_at_a_time import AskedStore, Op, Shelf
 from harness.ranks import all_ranks_raise, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +27,6 @@ from zarrckpt import ZarrSavePlanner, ZarrStorageWriter
 from zarrckpt._commit import shared_storage
 from zarrckpt._store import _local_commit
 from zarrckpt.cli import main
-from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
 
 ROOT = "zarr.json"
 

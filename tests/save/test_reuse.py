@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
+from harness.faulty_store import FAIL, Call, Fault, FaultyStore
 from harness.internals import LocalStore, open_store
 from harness.memory_peaks import traced_peak_of
 from harness.random_tensors import random_tensor
@@ -45,7 +46,6 @@ from zarrckpt._ops import verify
 from zarrckpt._plan import chunking
 from zarrckpt._save import reuse, staging
 from zarrckpt._store._linkable import LinkableFile
-from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 State = dict[str, Any]
 

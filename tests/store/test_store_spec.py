@@ -17,6 +17,7 @@ import obstore
 import pytest
 import torch
 import zarr
+from harness.faulty_store import FaultyStore
 from harness.internals import StoreSpec, open_store
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
@@ -25,7 +26,6 @@ from hypothesis import strategies as st
 
 import zarrckpt
 from zarrckpt import StorageError
-from zarrckpt.testing import FaultyStore
 
 SECRET = "hunter2-very-secret"
 
