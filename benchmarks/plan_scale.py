@@ -37,7 +37,7 @@ from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.global_state import GlobalState, gather_boxes, gather_state
-from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
+from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._save import agree
@@ -290,11 +290,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["2214"], choices=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=["fsdp-tp"], choices=LAYOUTS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 1024, 4096, 10240])
-    parser.add_argument("--min-piece-bytes", type=int, help="as in SaveOptions")
     parser.add_argument("--quick", action="store_true", help="do not measure the work of a rank")
     args = parser.parse_args()
     cases = [Case(*case) for case in itertools.product(args.models, args.layouts, args.ranks)]
-    options = PlanOptions(sizes=Sizes(min_piece=args.min_piece_bytes))
+    options = PlanOptions()
     rows = []
     for case in cases:
         rows.append(measure(case, options, args.quick))

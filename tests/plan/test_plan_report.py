@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.internals import Catalog, StoreSpec, owners
+from harness.merging import MergingOptions
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
@@ -63,7 +64,7 @@ def planned(
     """Return a report. Fail if that opens a store or moves a piece."""
     with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "channel", _no_requests):
         return zarrckpt.plan_report(
-            state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
+            state, process_group=process_group, options=MergingOptions(**sizes), ranks_per_host=ranks_per_host
         )
 
 
@@ -100,7 +101,7 @@ def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
 def test_a_plan_needs_no_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
     url, state = str(tmp_path / "run"), plain()
     report = planned(state, **sizes)
-    saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
+    saved = zarrckpt.save(state, url, options=MergingOptions(**sizes))
     assert (report.objects, report.documents) == files(url)
     assert report.objects == saved.objects > (3 if not sizes else 30)
     assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.bundles) == (1, 5, 0, 0, 0)
@@ -294,7 +295,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
             patch.object(Rounds, "merge", lambda *args, **named: traffic.merge(*args, **named)),
             patch.object(MessageChannel, "_posted", lambda *args: traffic.posted(*args)),
         ):
-            saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
+            saved = zarrckpt.save(state, url, options=MergingOptions(**sizes))
     (mesh,) = (slot.mesh for slot in _slots.values() if slot.mesh is not None and slot.mesh.is_usable(None))
     return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.tree.edges})
 
@@ -337,10 +338,10 @@ def test_four_ranks_get_one_report(name: str, sizes: dict[str, Any], tmp_path: P
 def _plan_and_save_with_base(url: str) -> tuple[PlanReport, SaveReport]:
     line = init_device_mesh("cpu", (4,))
     state = {"frozen": sharded(full((2000, 33), 1), line), "adapter": sharded(full((2000, 33), 2), line)}
-    zarrckpt.save(state, f"{url}/base", options=SaveOptions(reuse="on", min_piece_bytes=0))
+    zarrckpt.save(state, f"{url}/base", options=MergingOptions(reuse="on", min_piece_bytes=0))
     state["adapter"].to_local().add_(1)
-    report = zarrckpt.plan_report(state, base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
-    return report, zarrckpt.save(state, f"{url}/next", base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
+    report = zarrckpt.plan_report(state, base=f"{url}/base", options=MergingOptions(min_piece_bytes=0))
+    return report, zarrckpt.save(state, f"{url}/next", base=f"{url}/base", options=MergingOptions(min_piece_bytes=0))
 
 
 def test_a_base_divides_bytes_into_sent_and_reused(tmp_path: Path) -> None:
@@ -392,12 +393,12 @@ def test_plans_raise_the_errors_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedValueError) as by_plan:
             planned(state)  # type: ignore[arg-type]
         assert str(by_plan.value) == str(by_save.value)
-    wrong = {"ranks_per_host": 0, "max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
+    wrong = {"ranks_per_host": 0, "max_chunk_bytes": 0, "max_inflight_bytes": 0}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             planned({"w": torch.zeros(3)}, **{name: value})
-    with pytest.raises(TypeError, match="fill_bytes"):
-        planned({"w": torch.zeros(3)}, fill_bytes="1 MiB")
+    with pytest.raises(TypeError, match="max_chunk_bytes"):
+        planned({"w": torch.zeros(3)}, max_chunk_bytes="1 MiB")
     assert not (tmp_path / "run").exists()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.internals import ArrayNode, Box, Grid, by_name
+from harness.merging import MergingPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ from zarrckpt._load.coverage import Findings
 from zarrckpt._plan import description
 from zarrckpt._plan.all_descriptions import DescriptionRequest
 from zarrckpt._plan.description import DescribedEntry, Description, ParameterGroup
-from zarrckpt._plan.plan import PlanOptions, Sizes
+from zarrckpt._plan.plan import PlanOptions
 from zarrckpt._plan.shards import Cut, Sharding
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
@@ -51,7 +52,8 @@ RECORDS = [
     DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
     ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", True, False),
     Sharding((0, 1), (2,), (Cut(0), None)),
-    PlanOptions(Blosc(), Sizes(min_piece=1), grids={"a": Grid((4,), (2,), (1,))}),
+    MergingPlan(Blosc(), fill_bytes=1),
+    PlanOptions(Blosc(), 1 << 20, grids={"a": Grid((4,), (2,), (1,))}),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
     _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE, {"a": 64})),
     _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
