@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from harness.large_models import HOST, LAYOUTS, MODELS, Case
+from harness.plan_traffic import moved_bytes, peers
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.wire import decode, encode
@@ -242,7 +243,6 @@ RESULT = [
     "ranks",
     "GB",
     "objects",
-    "puts",
     "requests",
     "requests at 3,500/s, s",
     "requests, $",
@@ -276,11 +276,16 @@ def measure(case: Case, options: PlanOptions, quick: bool) -> tuple[list[str], l
 
 def results(plan: SavePlan) -> list[str]:
     """Return the cells of a plan: bytes, objects, costs, balance, connections."""
-    report = report_of(plan, range(plan.layout.world_size), HOST)
-    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_requests:,}"]
-    found += [f"{report.put_seconds():.1f}", f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
-    found += [f"{100 * moved / report.nbytes:.1f} %" for moved in (report.moved_bytes, report.host_bytes or 0)]
-    connections = np.array(report.rank_connections)
+    report, ranks, chunk_owners = report_of(plan), plan.layout.world_size, plan.chunk_owners
+    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.requests:,}"]
+    found += [f"{report.requests / 3500:.1f}", f"{report.requests * 0.005 / 1000:.3f}"]
+    found += [f"{report.largest_rank_bytes * ranks / report.nbytes:.3f}"]
+    moved = (moved_bytes(chunk_owners), moved_bytes(chunk_owners, np.arange(ranks) // HOST))
+    found += [f"{100 * nbytes / report.nbytes:.1f} %" for nbytes in moved]
+    between = peers(chunk_owners)
+    for rank in range(1, ranks):
+        between[rank, (rank - 1) // FANOUT] = between[(rank - 1) // FANOUT, rank] = True
+    connections = between.sum(axis=1)
     hosts = np.add.reduceat(connections, np.arange(0, len(connections), HOST))
     return [*found, f"{connections.mean():,.0f}", f"{connections.max():,}", f"{hosts.max():,}"]
 

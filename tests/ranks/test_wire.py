@@ -36,7 +36,6 @@ from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
 from zarrckpt._save.base import BaseTables, SentBase
-from zarrckpt._save.plan_report import _RankForecast
 from zarrckpt._save.write import ArrayResult, ObjectResult, RankResults
 from zarrckpt._store._archive import ArchivePart
 
@@ -50,7 +49,7 @@ RECORDS = [
     StatePath(("a", 1, None, (2.5, "b")), (DICT, LIST, DICT, DICT), (0, 5), 2),
     StatePath((), ()),
     DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
-    ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", True, False),
+    ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", "AdamW", False),
     Sharding((0, 1), (2,), (Cut(0), None)),
     MergingPlan(Blosc(), fill_bytes=1),
     PlanOptions(Blosc(), 1 << 20, grids={"a": Grid((4,), (2,), (1,))}),
@@ -63,7 +62,6 @@ RECORDS = [
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
     RankResults({}, ArchivePart(("a/c.0",), np.ones(1, "<u4"), ID, ("b/c",), np.ones((1, 4), "<i8"))),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
-    _RankForecast((NODE,), 24),
     Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),
     ChosenCheckpoint("step-100", 100, ("step-200",)),
     Failure(3, "StorageError", "no space", notes=("a", "b")),
