@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from harness.large_models import HOST, LAYOUTS, MODELS, Case
+from harness.plan_traffic import moved_bytes, peers
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.wire import decode, encode
@@ -37,7 +38,7 @@ from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.geometry import Numbers
 from zarrckpt._plan.global_state import GlobalState, gather_boxes, gather_state
-from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
+from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._ranks.call_group import FANOUT
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._save import agree
@@ -242,7 +243,6 @@ RESULT = [
     "ranks",
     "GB",
     "objects",
-    "puts",
     "requests",
     "requests at 3,500/s, s",
     "requests, $",
@@ -276,11 +276,16 @@ def measure(case: Case, options: PlanOptions, quick: bool) -> tuple[list[str], l
 
 def results(plan: SavePlan) -> list[str]:
     """Return the cells of a plan: bytes, objects, costs, balance, connections."""
-    report = report_of(plan, range(plan.layout.world_size), HOST)
-    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_requests:,}"]
-    found += [f"{report.put_seconds():.1f}", f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
-    found += [f"{100 * moved / report.nbytes:.1f} %" for moved in (report.moved_bytes, report.host_bytes or 0)]
-    connections = np.array(report.rank_connections)
+    report, ranks, chunk_owners = report_of(plan), plan.layout.world_size, plan.chunk_owners
+    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.requests:,}"]
+    found += [f"{report.requests / 3500:.1f}", f"{report.requests * 0.005 / 1000:.3f}"]
+    found += [f"{report.largest_rank_bytes * ranks / report.nbytes:.3f}"]
+    moved = (moved_bytes(chunk_owners), moved_bytes(chunk_owners, np.arange(ranks) // HOST))
+    found += [f"{100 * nbytes / report.nbytes:.1f} %" for nbytes in moved]
+    between = peers(chunk_owners)
+    for rank in range(1, ranks):
+        between[rank, (rank - 1) // FANOUT] = between[(rank - 1) // FANOUT, rank] = True
+    connections = between.sum(axis=1)
     hosts = np.add.reduceat(connections, np.arange(0, len(connections), HOST))
     return [*found, f"{connections.mean():,.0f}", f"{connections.max():,}", f"{hosts.max():,}"]
 
@@ -290,11 +295,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["2214"], choices=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=["fsdp-tp"], choices=LAYOUTS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 1024, 4096, 10240])
-    parser.add_argument("--min-piece-bytes", type=int, help="as in SaveOptions")
     parser.add_argument("--quick", action="store_true", help="do not measure the work of a rank")
     args = parser.parse_args()
     cases = [Case(*case) for case in itertools.product(args.models, args.layouts, args.ranks)]
-    options = PlanOptions(sizes=Sizes(min_piece=args.min_piece_bytes))
+    options = PlanOptions()
     rows = []
     for case in cases:
         rows.append(measure(case, options, args.quick))

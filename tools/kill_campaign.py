@@ -46,6 +46,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("",
 
 import torch
 import torch.distributed as dist
+from harness.merging import MergingOptions
 from harness.s3_server import served
 from harness.shared_chunks import sharing_small_chunks
 from harness.uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneven_values, uneven_wholes
@@ -68,7 +69,7 @@ LONGEST_SECONDS = 60.0
 AGENT_SECONDS = 0.1
 """Interval at which torchrun checks its processes."""
 
-OPTIONS = zarrckpt.SaveOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, reuse="on", timeout=15.0)
+OPTIONS = MergingOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, reuse="on", timeout=15.0)
 """Options of the saves. Pieces move in many bundles, and the timeout is shorter than the time of watching."""
 
 LATE = ("_api", "_checkpoint", "_ops.recover", "_ops.verify", "_store._local", "_store._obstore")

@@ -32,6 +32,7 @@ import torch
 sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("", "tests", "tools"))
 
 from harness import GOLDEN
+from harness.merging import MergingOptions
 from harness.page_reader import Reader
 from harness.ranks import run_ranks, stop_ranks
 from harness.simulated import simulate
@@ -280,7 +281,7 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "overwritten": _save_overwritten,
     "many_ranks": _save_many,
     "shuffled": _save_shuffled,
-    "ranks": lambda folder: _save_on_ranks(folder, zarrckpt.SaveOptions(min_piece_bytes=0)),
+    "ranks": lambda folder: _save_on_ranks(folder, MergingOptions(min_piece_bytes=0)),
     "ranks_merged": _save_on_ranks,
 }
 

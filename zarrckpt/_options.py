@@ -10,7 +10,7 @@ from zarrckpt._events import OnEvent
 from zarrckpt._format.compression import CompressionOption, parse_option
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
-from zarrckpt._plan.plan import PlanOptions, Sizes
+from zarrckpt._plan.plan import PlanOptions
 
 OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 
@@ -44,11 +44,6 @@ class SaveOptions:
             the checkpoint. It has no effect in object stores, where each put is durable.
         max_chunk_bytes: maximum chunk size in bytes. Larger pieces become several chunks. The default is 128 MiB. It is
             limited to 7/8 of ``max_inflight_bytes``, but not below 16 MiB.
-        min_piece_bytes: if the pieces of a tensor are smaller than this on average, they move between ranks and are
-            merged into chunks of about ``fill_bytes``. This gives fewer objects and more traffic between ranks. The
-            default is 256 KiB times the number of ranks, at most 16 MiB. With 0, pieces are merged only if they do not
-            fit a regular grid.
-        fill_bytes: the size of merged chunks in bytes (default: 1/4 of the mean bytes per rank, 4 to 32 MiB).
         concurrency: maximum number of chunks and documents that a rank transfers at a time. The store chooses the
             default, 64 in object stores (``docs/how-to/speed.md``). :func:`async_save` then leaves one processor to
             training.
@@ -77,8 +72,6 @@ class SaveOptions:
     portable_dtypes: bool = False
     durable: bool = True
     max_chunk_bytes: int = MAX_CHUNK_BYTES
-    min_piece_bytes: int | None = None
-    fill_bytes: int | None = None
     concurrency: int | None = None
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     reuse: ReuseMode = "auto"
@@ -94,10 +87,6 @@ class SaveOptions:
         _check_bool("portable_dtypes", self.portable_dtypes)
         _check_bool("durable", self.durable)
         check_limits(max_chunk_bytes=self.max_chunk_bytes)
-        if self.fill_bytes is not None:
-            check_limits(fill_bytes=self.fill_bytes)
-        if self.min_piece_bytes is not None:
-            check_limits(0, min_piece_bytes=self.min_piece_bytes)
         if self.reuse not in get_args(ReuseMode):
             raise ValueError(f"reuse must be one of {', '.join(get_args(ReuseMode))}, got {self.reuse!r}")
         if self.reuse_full_every is not None:
@@ -109,8 +98,7 @@ class SaveOptions:
         """The options that affect the plan."""
         # A copied chunk is in memory as a whole, except for local files. 1/8 remains for rounding.
         fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, MIN_FITTING_BYTES)
-        sizes = Sizes(min(self.max_chunk_bytes, fits), self.min_piece_bytes, self.fill_bytes)
-        return PlanOptions(parse_option(self.compression), sizes, self.portable_dtypes)
+        return PlanOptions(parse_option(self.compression), min(self.max_chunk_bytes, fits), self.portable_dtypes)
 
 
 @dataclass(frozen=True, kw_only=True)

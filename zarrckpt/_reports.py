@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-GPU_HOURS_PER_FAILURE = 50_000
-"""The training of Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs, see docs/how-to/how-often.md."""
-
-COPIED_BYTES_PER_SECOND = 10e9
-"""The rate at which a background save copies a rank's state to CPU memory, see docs/explanation/speed.md."""
-
-RANK_BYTES_PER_SECOND = 0.6e9
-"""The rate of one process that saves to a distant S3, see docs/explanation/speed.md."""
 
 
 @dataclass(frozen=True)
@@ -87,118 +77,27 @@ class LoadReport:
 class PlanReport:
     """The prediction of a save, the same on every rank.
 
-    ``nbytes`` is the number of bytes of all tensors, ``objects`` the number of their chunks, and ``documents`` that of
-    other objects: Zarr documents, tables, and chunks of values that are stored as blobs. ``rank_bytes`` has the bytes
-    that each rank would write. ``moved_bytes`` would move between ranks first, in ``bundles`` bundles. ``host_bytes``
-    of them would move between hosts (None if the hosts of ranks are unknown). ``merged`` is the number of chunks that
-    span pieces of several ranks. ``rank_connections`` has the number of other ranks that each rank would connect to.
-    ``control_rounds`` is the number of times that all ranks would wait for each other, to agree on the plan and the
-    commit. Of ``nbytes``, ``reused_bytes`` are in chunks that the base has. ``part_requests`` is the number of requests
-    that uploads in parts need in addition to one per put.
+    ``nbytes`` is the number of bytes of all tensors, ``objects`` the number of their chunks, and ``largest_rank_bytes``
+    the most bytes that a rank would write. ``requests`` is the number of requests to S3 that write: those for chunks,
+    values that are stored as blobs, Zarr documents and tables. An object of 16 MiB or more is uploaded in parts: one
+    request per part of 8 MiB, and two more. Compressed chunks count with their size before compression. Overwrites need
+    as many requests. The first save of a process to a server also tests its conditional puts with one request, and the
+    first overwrite with four.
     """
 
     ranks: int
-    tensors: int
     nbytes: int
     objects: int
-    documents: int
-    rank_bytes: tuple[int, ...]
-    moved_bytes: int
-    merged: int
-    bundles: int
-    control_rounds: int = 0
-    rank_connections: tuple[int, ...] = ()
-    host_bytes: int | None = None
-    reused_bytes: int = 0
-    part_requests: int = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of tensors that the ranks would write."""
-        return self.nbytes - self.reused_bytes
-
-    @property
-    def balance(self) -> float:
-        """The most bytes of a rank divided by the mean of all ranks. 1.0 means equal parts."""
-        mean = sum(self.rank_bytes) / len(self.rank_bytes)
-        return max(self.rank_bytes) / mean if mean else 1.0
-
-    @property
-    def puts(self) -> int:
-        """The number of puts, also for an overwrite.
-
-        The first save of a process to a server also tests its conditional puts with one request. The first overwrite
-        tests them with four requests, for an object that is deleted immediately.
-        """
-        return self.objects + self.documents
-
-    @property
-    def put_requests(self) -> int:
-        """The number of requests of the puts to S3.
-
-        An object of 16 MiB or more is uploaded in parts: one request per part of 8 MiB, and two more. Compressed
-        chunks count with their size before compression.
-        """
-        return self.puts + self.part_requests
-
-    def put_cost(self, usd_per_1000: float = 0.005) -> float:
-        """Return the cost of the puts in US dollars. The default is the price of S3 Standard in us-east-1 in 2026."""
-        return self.put_requests * usd_per_1000 / 1000
-
-    def put_seconds(self, per_second: float = 3500) -> float:
-        """Return the minimum time of the puts in seconds. The default is S3's rate for one prefix, over all ranks."""
-        return self.put_requests / per_second
-
-    def save_interval(
-        self,
-        *,
-        gpu_hours_per_failure: float = GPU_HOURS_PER_FAILURE,
-        stall_seconds: float | None = None,
-        bytes_per_second: float = RANK_BYTES_PER_SECOND,
-    ) -> float:
-        """Return the time between two saves in seconds that loses the least training time to saves and failures.
-
-        It is Young's approximation, ``sqrt(2 * stall * time between failures)``, and at least the duration of a save,
-        because saves do not overlap. It assumes that the stall is much shorter than the time between failures. See
-        ``docs/how-to/how-often.md``. Raises ValueError that names the argument if one is negative, infinite or NaN, or
-        if one but the stall is 0.
-
-        Args:
-            gpu_hours_per_failure: mean hours between failures of the job, times its ranks. The default is about the
-                rate of the training of Llama 3, with one rank per GPU.
-            stall_seconds: the time for which training waits at each save. The default is a copy of a rank's bytes with
-                10 GB/s, as for a save in the background. For other saves pass their duration.
-            bytes_per_second: the rate at which each rank writes, measured for a distant S3 by default.
-        """
-        most = max(self.rank_bytes, default=0)
-        stall = most / COPIED_BYTES_PER_SECOND if stall_seconds is None else stall_seconds
-        if not 0 <= stall < math.inf:
-            raise ValueError(f"stall_seconds must be a number of at least 0, got {stall!r}")
-        for name, value in (("gpu_hours_per_failure", gpu_hours_per_failure), ("bytes_per_second", bytes_per_second)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        between_failures = gpu_hours_per_failure * 3600 / self.ranks
-        save_seconds = max(self.put_seconds(), most / bytes_per_second)
-        return max(math.sqrt(2 * stall * between_failures), save_seconds)
+    requests: int
+    largest_rank_bytes: int
 
     def __str__(self) -> str:
-        share = share_text(self.moved_bytes, self.nbytes or 1)
-        reused = f"{size_text(self.sent_bytes)} are sent and {size_text(self.reused_bytes)} reused; "
-        reused = reused if self.reused_bytes else ""
-        interval = (
-            f"; save every {duration_text(self.save_interval())} if the job fails once in "
-            f"{GPU_HOURS_PER_FAILURE / self.ranks:,.0f} hours, and a rank copies {COPIED_BYTES_PER_SECOND / 1e9:.0f} "
-            f"GB/s and writes {RANK_BYTES_PER_SECOND / 1e9:.1f} GB/s"
-        )
-        hosts = "" if self.host_bytes is None else f", {self.host_bytes / 1e9:.3f} GB of them between hosts"
+        mean = self.nbytes / self.ranks
         return (
-            f"{count_text(self.tensors, 'tensor')}, {self.nbytes / 1e9:.3f} GB from {count_text(self.ranks, 'rank')}: "
-            f"{count_text(self.objects, 'chunk object')} ({self.merged:,} merged) and "
-            f"{count_text(self.documents, 'document')}, ${self.put_cost():.4f} of puts at S3's price and "
-            f"{self.put_seconds():.1f} s at its rate; {reused}{self.moved_bytes / 1e9:.3f} GB ({share}) move between "
-            f"ranks{hosts}, in {count_text(self.bundles, 'bundle')}; the rank with most writes {self.balance:.2f} of "
-            f"the mean, and the one with most connections has {max(self.rank_connections, default=0)}"
-            f"{interval if self.nbytes else ''}"
+            f"{size_text(self.nbytes)} from {count_text(self.ranks, 'rank')}: "
+            f"{count_text(self.objects, 'chunk object')}, {count_text(self.requests, 'request')} to S3; the rank with "
+            f"most writes {size_text(self.largest_rank_bytes)}, {self.largest_rank_bytes / mean if mean else 1:.2f} of "
+            "the mean"
         )
 
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from harness.faulty_store import STOP, FaultyStore, at
 from harness.store_servers import S3Place, free_port
 
 import zarrckpt
-from zarrckpt import testing
 from zarrckpt.cli import main
 
 STATE = {
@@ -400,7 +400,7 @@ def test_a_share_is_100_percent_only_if_complete(tmp_path: Path) -> None:
     rows = [line.split("\t") for line in run("diff", tmp_path / "one", tmp_path / "two").stdout.splitlines()]
     unequal = {row[0]: row[1] for row in rows}
     assert (unequal["most"], unequal["many"], unequal["one"]) == ("> 99.99%", "99.97%", "< 0.01%")
-    assert str(zarrckpt.plan_report({"w": torch.ones(3)})).startswith("1 tensor, 0.000 GB from 1 rank: 1 chunk object")
+    assert str(zarrckpt.plan_report({"w": torch.ones(3)})).startswith("12 B from 1 rank: 1 chunk object, ")
 
 
 def test_ls_shows_no_fraction_as_a_whole_number(tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ def test_verify_names_the_damaged_object(saved: Path) -> None:
 def test_recover_fixes_the_problem_that_doctor_finds(saved: Path) -> None:
     assert run("doctor", saved).exit_code == 0
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, testing.FaultyStore(saved, testing.at(12, testing.STOP)), overwrite=True)
+        zarrckpt.save(STATE, FaultyStore(saved, at(12, STOP)), overwrite=True)
     found = run("doctor", saved)
     assert found.exit_code == 1 and "could still commit" in found.stdout and "--stopped" in found.stdout
     assert "kept" in run("recover", saved).stdout
@@ -564,7 +564,7 @@ def test_recover_and_rm_continue_after_an_error(tmp_path: Path) -> None:
         zarrckpt.save(STATE, folder / name)
     for name in names[1:]:
         with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-            zarrckpt.save(STATE, testing.FaultyStore(folder / name, testing.at(12, testing.STOP)), overwrite=True)
+            zarrckpt.save(STATE, FaultyStore(folder / name, at(12, STOP)), overwrite=True)
     (folder / "b" / "zarr.json").write_text("{")
     found = run("recover", folder, "--stopped")
     assert found.exit_code == 3 and found.stderr.startswith("b: ") and found.stderr.count("\n") == 1

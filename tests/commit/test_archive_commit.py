@@ -18,6 +18,7 @@ import pytest
 import torch
 import zarr
 from harness.crashes import SAVING, Disk, Event, InLine, Place, all_files, crashed, held, state
+from harness.faulty_store import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped, at
 from harness.internals import open_store
 from harness.one_at_a_time import one_thread, running
 
@@ -25,7 +26,6 @@ import zarrckpt
 from zarrckpt._store import _local, _local_commit, _zip_local
 from zarrckpt._store._archive import ArchivePart
 from zarrckpt._store._archive import Place as EntryPlace
-from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped, at
 
 EVERY_FAULT = os.environ.get("ZARRCKPT_CRASHES") == "all"
 NAME = "x.zarr.zip"

@@ -1,7 +1,7 @@
 """A crash or a failure at every single operation leaves the old checkpoint, the new one, or none.
 
-Operations on a store (:class:`zarrckpt.testing.FaultyStore`) fail on local files, S3 and memory. On local files, so do
-the system calls that change the disk.
+Operations on a store (:class:`FaultyStore`) fail on local files, S3 and memory. On local files, so do the system calls
+that change the disk.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from harness.crashes import (
     next_save_is_whole,
     state,
 )
+from harness.faulty_store import FAIL, FAIL_AFTER, STOP, STOP_AFTER, Call, Fault, FaultyStore, Stopped, at, never
 from harness.one_at_a_time import one_thread, running
 from harness.s3_server import Served, served
 
 import zarrckpt
 from zarrckpt._store import _local, _local_commit
-from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, STOP_AFTER, Call, Fault, FaultyStore, Stopped, at, never
 
 FAULTS = [FAIL, FAIL_AFTER, STOP, STOP_AFTER]
 EVERY_FAULT = os.environ.get("ZARRCKPT_CRASHES") == "all"

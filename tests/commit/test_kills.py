@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import ROOT
+from harness.faulty_store import STOP, FaultyStore, Stopped
 from kill_campaign import AIMS
 
 import zarrckpt
 from zarrckpt._store._local_commit import write_temp
-from zarrckpt.testing import STOP, FaultyStore, Stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

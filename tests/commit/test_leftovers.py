@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness.crashes import all_files
+from harness.faulty_store import FAIL, STOP, Call, Fault, FaultyStore, Stopped
 
 import zarrckpt
-from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped
 
 STATE = {"w": torch.arange(4.0)}
 

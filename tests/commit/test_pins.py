@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.faulty_store import STOP, Call, Fault, FaultyStore, Stopped
 from harness.interleaving import Agent, Exploration, Faults, Judge
 from harness.internals import Store
 from harness.one_at_a_time import ROOT, Content, Op, Save, Shelf, committed_first, one_thread, running
@@ -17,7 +18,6 @@ from harness.s3_server import S3Server
 
 import zarrckpt
 from zarrckpt.cli import main
-from zarrckpt.testing import STOP, Call, Fault, FaultyStore, Stopped
 
 STATE = {"w": torch.arange(4.0), "step": 7}
 PINS, RECORD = "@zarrckpt/pins/", "@zarrckpt/removed/zarr.json"

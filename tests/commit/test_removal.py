@@ -13,13 +13,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from harness.crashes import all_files
+from harness.faulty_store import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 from harness.interleaving import Agent, Exploration, Faults, nothing_quiet
 from harness.internals import Store, examine, open_store
 from harness.one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read, running
 
 import zarrckpt
 from zarrckpt.cli import main
-from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 RECORD = "@zarrckpt/removed/zarr.json"
 STATE = {"w": torch.arange(4000.0), "blob": b"x" * 10, "step": 7}

@@ -17,11 +17,11 @@ import torch
 import zarr
 from click.testing import CliRunner, Result
 from harness.crashes import Place
+from harness.faulty_store import FAIL, STOP, Call, Fault, FaultyStore, Stopped, at
 from harness.store_servers import S3Place
 
 import zarrckpt
 from zarrckpt.cli import main
-from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped, at
 
 STATE = {"model": {"w": torch.arange(6.0)}, "step": 7}
 

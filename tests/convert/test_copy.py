@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from harness.faulty_store import FAIL, STOP, STOP_AFTER, Call, FaultyStore, Stopped, at, writes
 from harness.store_servers import S3Place
 
 import zarrckpt
-from zarrckpt import testing
 from zarrckpt.cli import main
 
 
@@ -87,7 +87,7 @@ def test_an_existing_checkpoint_is_replaced_only_with_overwrite(tmp_path: Path) 
         zarrckpt.copy(one, tmp_path / "other")
 
 
-def _one_at_a_time(store: testing.FaultyStore) -> testing.FaultyStore:
+def _one_at_a_time(store: FaultyStore) -> FaultyStore:
     """Make operations run in one order, and always the same number of them."""
     store.max_concurrency = 1
     return store
@@ -114,14 +114,14 @@ def test_a_crash_of_a_copy_leaves_the_old_or_new_checkpoint(tmp_path: Path, chan
     small = {"w": torch.ones(3), "b": {"c": torch.zeros(2)}}
     zarrckpt.save(small, tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
-    counted = _one_at_a_time(testing.FaultyStore(tmp_path / "count"))
+    counted = _one_at_a_time(FaultyStore(tmp_path / "count"))
     zarrckpt.copy(one, counted, **changes)
     (commit,) = (call.number for call in counted.calls if (call.verb, call.key) == ("create", "zarr.json"))
     for number in range(len(counted.calls)):
-        place, fault = tmp_path / str(number), (testing.STOP, testing.STOP_AFTER)[number % 2]
-        with pytest.raises(testing.Stopped):
-            zarrckpt.copy(one, _one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
-        if number < commit or (number == commit and fault == testing.STOP):
+        place, fault = tmp_path / str(number), (STOP, STOP_AFTER)[number % 2]
+        with pytest.raises(Stopped):
+            zarrckpt.copy(one, _one_at_a_time(FaultyStore(place, at(number, fault))), **changes)
+        if number < commit or (number == commit and fault == STOP):
             with pytest.raises(zarrckpt.CheckpointNotFoundError):
                 zarrckpt.open(place)
             zarrckpt.copy(one, place, **changes)
@@ -138,29 +138,29 @@ def test_a_failed_copy_removes_its_objects(
     place = tmp_path / "two"
     if over != "nothing":
         zarrckpt.save({"w": torch.ones(3)}, place)
-    before, writes = _files(place), 0
+    before, chunks = _files(place), 0
     for number in (8, 20, 30):
-        store = testing.FaultyStore(place, testing.writes(number, testing.FAIL))
+        store = FaultyStore(place, writes(number, FAIL))
         with pytest.raises(zarrckpt.StorageError):
             zarrckpt.copy(one, store, overwrite=True, **changes)
-        writes += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
+        chunks += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
         left = _files(place) - before - {"@zarrckpt/zarr.json"}
         assert all(key.startswith("@zarrckpt/") and key.count("/") == 2 for key in left), left  # markers
-    assert writes > 3
+    assert chunks > 3
     zarrckpt.copy(one, place, overwrite=True, **changes)
     assert zarrckpt.open(place).verify() and "w/c.0" not in _files(place)
 
 
 def test_a_save_that_commits_during_a_copy_wins(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
-    begun: list[testing.Call] = []
+    begun: list[Call] = []
 
-    def rule(call: testing.Call) -> None:
+    def rule(call: Call) -> None:
         if call.verb == "put" and call.key.startswith("m/w/c") and not begun:
             begun.append(call)
             zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two")
 
     with pytest.raises(zarrckpt.CheckpointExistsError):
-        zarrckpt.copy(one, testing.FaultyStore(tmp_path / "two", rule))
+        zarrckpt.copy(one, FaultyStore(tmp_path / "two", rule))
     assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
     # Objects that it wrote after the winner's clean-up are gone as well.
     assert not list((tmp_path / "two").glob("m/**/c*"))
@@ -169,16 +169,17 @@ def test_a_save_that_commits_during_a_copy_wins(tmp_path: Path, one: zarrckpt.Ch
 SLOW = """
 import sys, time
 import zarrckpt
-from zarrckpt import testing
+from harness.faulty_store import FaultyStore
 
-slow = testing.FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
+slow = FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
 zarrckpt.copy(sys.argv[1], slow)
 """
 
 
 def test_a_killed_copy_can_be_repeated(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
     place = tmp_path / "two"
-    process = subprocess.Popen([sys.executable, "-c", SLOW, one.url, str(place)])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", SLOW, one.url, str(place)], env=environment)
     while len(list(place.glob("m/w/c*"))) < 4 and process.poll() is None:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

@@ -18,7 +18,6 @@ import pytest
 from harness import ROOT
 
 import zarrckpt
-import zarrckpt.testing
 from zarrckpt.cli import main
 
 DOCS = ROOT / "docs"
@@ -43,8 +42,6 @@ def documented(module: str) -> set[str]:
 
 def test_every_public_name_is_in_the_generated_pages() -> None:
     assert documented("zarrckpt") >= {*zarrckpt.__all__} - {"__version__"}
-    faults = {fault.name for fault in zarrckpt.testing.Fault}
-    assert documented("zarrckpt.testing") >= {*zarrckpt.testing.__all__} - faults
 
 
 def test_every_public_name_is_in_the_overview() -> None:
@@ -96,15 +93,14 @@ def test_every_command_and_option_is_in_the_page_of_commands(name: str) -> None:
 
 
 def public_callables() -> Iterator[tuple[str, Any]]:
-    for module in (zarrckpt, zarrckpt.testing):
-        for name in module.__all__:
-            found = getattr(module, name)
-            if inspect.isfunction(found) or inspect.isclass(found):
-                yield name, found
-            if inspect.isclass(found):
-                for method, function in inspect.getmembers(found, inspect.isfunction):
-                    if not method.startswith("_"):
-                        yield f"{name}.{method}", function
+    for name in zarrckpt.__all__:
+        found = getattr(zarrckpt, name)
+        if inspect.isfunction(found) or inspect.isclass(found):
+            yield name, found
+        if inspect.isclass(found):
+            for method, function in inspect.getmembers(found, inspect.isfunction):
+                if not method.startswith("_"):
+                    yield f"{name}.{method}", function
 
 
 def arguments(docstring: str) -> list[str]:

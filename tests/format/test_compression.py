@@ -17,6 +17,7 @@ from harness.bits import bits
 from harness.hostile import Forgery
 from harness.internals import DTYPES, ArrayNode, Grid, by_name, parse_array
 from harness.memory_peaks import traced_peak_of
+from harness.merging import MergingOptions
 from harness.page_reader import Reader
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
@@ -335,7 +336,7 @@ def _across_ranks(folder: str) -> tuple[int, ...]:
         zarrckpt.save(
             state,
             f"{folder}/apart",
-            options=zarrckpt.SaveOptions(compression="zstd", min_piece_bytes=0, max_inflight_bytes=1 << 20),
+            options=MergingOptions(compression="zstd", min_piece_bytes=0, max_inflight_bytes=1 << 20),
         ),
         zarrckpt.async_save(state, f"{folder}/async", options=zarrckpt.SaveOptions(compression="zstd")).result(),
     ]

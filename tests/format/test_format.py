@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness.bits import bits, same
 from harness.internals import DTYPES, by_name, by_torch_name
+from harness.merging import MergingOptions
 from harness.page_reader import PAGE, Reader
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
@@ -275,9 +276,7 @@ def _save_sharded(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(35.0).reshape(5, 7)
     state = {"rows": distribute_tensor(full, mesh, [Shard(0)]), "columns": distribute_tensor(full, mesh, [Shard(1)])}
-    zarrckpt.save(
-        {**state, "plain": full, "step": 3}, f"{folder}/apart", options=zarrckpt.SaveOptions(min_piece_bytes=0)
-    )
+    zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/apart", options=MergingOptions(min_piece_bytes=0))
     zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/merged")
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 import zarrckpt
+from harness.faulty_store import FAIL, FaultyStore, Rule, Stopped
 from harness.internals import Store, open_store
 from harness.one_at_a_time import Shelf, running
-from zarrckpt.testing import FAIL, FaultyStore, Rule, Stopped
 
 SAVING = zarrckpt.SaveOptions(max_chunk_bytes=48, concurrency=1)
 """Options of saves here: two chunks of "w", and one thread, so that operations run in one order."""

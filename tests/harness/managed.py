@@ -13,9 +13,9 @@ import torch
 
 import zarrckpt
 from harness.crashes import SAVING, Place, held, state
+from harness.faulty_store import STOP, STOP_AFTER, Call, Fault, FaultyStore
 from harness.internals import Store, StoreSpec
 from zarrckpt._store._zip import ZipStore
-from zarrckpt.testing import STOP, STOP_AFTER, Call, Fault, FaultyStore
 
 RUN = "@run/zarr.json"
 OPTIONS = zarrckpt.SaveOptions(max_chunk_bytes=SAVING.max_chunk_bytes, concurrency=1, durable=False)

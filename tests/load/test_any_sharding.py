@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import zarr
 from harness.internals import DTYPES
+from harness.merging import MergingOptions
 from harness.random_tensors import random_tensor
 from harness.ranks import run_ranks
 from harness.simulated import MemoryStore, Traffic, current_rank, kept, memory_store, simulate
@@ -300,7 +301,7 @@ WORLDS = st.sampled_from([4, 2, 3, 6, 8, 12, 16, 1])
 def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
     save_world, load_world = save_world or draw(WORLDS), draw(WORLDS)
     drawn = [draw(entries(save_world, load_world)) for _ in range(draw(st.integers(1, 6)))]
-    save_options = zarrckpt.SaveOptions(
+    save_options = MergingOptions(
         max_chunk_bytes=draw(st.sampled_from([2**27, 16, 100, 1000])),
         min_piece_bytes=draw(st.sampled_from([0, None, 40, None])),
         fill_bytes=draw(st.sampled_from([2**25, 300, 50])),
@@ -493,7 +494,7 @@ def aligned_cases(draw: st.DrawFn) -> Case:
         world,
         1,
         entries,
-        zarrckpt.SaveOptions(min_piece_bytes=0),
+        MergingOptions(min_piece_bytes=0),
         zarrckpt.LoadOptions(),
         False,
         True,
@@ -557,7 +558,7 @@ def replicated_cases(draw: st.DrawFn) -> Case:
         on_all: Layout = OnMesh(tuple(range(world)), (replicas, shards), (Replicate(), Shard(0)), (1,), False, ())
         saved = draw(st.sampled_from([on_all, Plain(tuple(range(world)))]))
         entries[f"t{number}"] = Entry("float32", shape, saved, Plain((0,)), False)
-    options = zarrckpt.SaveOptions(max_chunk_bytes=draw(st.sampled_from([2**27, 64])), min_piece_bytes=0)
+    options = MergingOptions(max_chunk_bytes=draw(st.sampled_from([2**27, 64])), min_piece_bytes=0)
     return Case(world, 1, entries, options, zarrckpt.LoadOptions(), False, True, draw(st.integers(0, 999)))
 
 
@@ -802,8 +803,8 @@ def test_real_meshes_load_into_each_other(tmp_path: Path, worlds: tuple[int, int
     """With merged chunks, whose pieces move over a real mesh, and with one chunk per piece."""
     pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 12)
     urls = {
-        str(tmp_path / "merged"): zarrckpt.SaveOptions(fill_bytes=500),
-        str(tmp_path / "apart"): zarrckpt.SaveOptions(min_piece_bytes=0),
+        str(tmp_path / "merged"): MergingOptions(fill_bytes=500),
+        str(tmp_path / "apart"): MergingOptions(min_piece_bytes=0),
     }
     run_ranks(save_pairs, pairs, urls, world_size=worlds[0])
     assert run_ranks(load_pairs, pairs, urls, world_size=worlds[1]) == [[]] * worlds[1]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.internals import Catalog, StoredArray, StoreSpec, max_stored_subchunk_bytes
+from harness.merging import MergingOptions
 from harness.ranks import RankError, all_ranks_raise, idle_meshes, run_ranks
 from harness.s3_server import S3Server
 from harness.store_servers import S3Place
@@ -496,7 +497,7 @@ def _damage(path: Path, how: str) -> None:
 
 
 def _loads_with_damage(url: str, how: str) -> None:
-    zarrckpt.save(_fragile(1), url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
+    zarrckpt.save(_fragile(1), url, options=MergingOptions(min_piece_bytes=0))
     for key, needing in DAMAGED.items():
         path = Path(url, key)
         whole = path.read_bytes()
@@ -530,7 +531,7 @@ def _load_fragile(url: str) -> None:
 
 
 def _save_fragile(url: str) -> None:
-    zarrckpt.save(_fragile(1), url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
+    zarrckpt.save(_fragile(1), url, options=MergingOptions(min_piece_bytes=0))
 
 
 def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:

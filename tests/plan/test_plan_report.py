@@ -1,4 +1,4 @@
-"""``plan_report`` predicts a save: it is compared with the objects, the requests and the messages of one."""
+"""``plan_report`` predicts a save: it is compared with the objects, the requests and the bytes of one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.internals import Catalog, StoreSpec, owners
+from harness.internals import Catalog, StoreSpec
+from harness.merging import MergingOptions
 from harness.models import make_run
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
-from harness.torch_internals import MessageChannel, agree
+from harness.torch_internals import agree
 from harness.uneven_states import distributed, full, sharded, uneven_state
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import zarrckpt
 from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import chunk_object_bytes
-from zarrckpt._ranks.mesh import _slots
 from zarrckpt._ranks.rounds import Rounds
 
 pytestmark = [
@@ -57,24 +57,20 @@ def _no_requests(*args: Any) -> Any:
     raise AssertionError("a store was opened")
 
 
-def planned(
-    state: Mapping[str, Any], ranks_per_host: int | None = None, process_group: Any = None, **sizes: Any
-) -> PlanReport:
+def planned(state: Mapping[str, Any], process_group: Any = None, **sizes: Any) -> PlanReport:
     """Return a report. Fail if that opens a store or moves a piece."""
     with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "channel", _no_requests):
-        return zarrckpt.plan_report(
-            state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
-        )
+        return zarrckpt.plan_report(state, process_group=process_group, options=MergingOptions(**sizes))
 
 
 def files(url: str) -> tuple[int, int]:
-    """Return the numbers of files below a committed checkpoint: chunks of tensors, and others."""
+    """Return the numbers of files below a committed checkpoint: chunks of tensors, and all."""
     chunks = {
         f"{node.path}/{path.name}"
         for node in Catalog(StoreSpec(url)).root.tensors.values()
         for path in Path(url, node.path).glob("c*")
     }
-    return len(chunks), sum(path.is_file() for path in Path(url).rglob("*")) - len(chunks)
+    return len(chunks), sum(path.is_file() for path in Path(url).rglob("*"))
 
 
 def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
@@ -89,7 +85,7 @@ def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
             writer = int(writers[node.path][index])
             elements[writer] += node.grid.chunk_box(index).size * node.dtype.itemsize
             stored[writer] += chunk_object_bytes(node)
-    assert report.rank_bytes == tuple(elements[rank] for rank in range(report.ranks))
+    assert report.largest_rank_bytes == max(elements.values()) and report.nbytes == elements.total()
     assert saved.rank_bytes == tuple(stored[rank] for rank in range(report.ranks))
 
 
@@ -100,13 +96,10 @@ def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
 def test_a_plan_needs_no_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
     url, state = str(tmp_path / "run"), plain()
     report = planned(state, **sizes)
-    saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
-    assert (report.objects, report.documents) == files(url)
+    saved = zarrckpt.save(state, url, options=MergingOptions(**sizes))
+    assert (report.objects, report.requests) == files(url)
     assert report.objects == saved.objects > (3 if not sizes else 30)
-    assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.bundles) == (1, 5, 0, 0, 0)
-    assert (report.control_rounds, report.rank_connections, report.host_bytes) == (0, (0,), None)
-    assert report.nbytes == sum(report.rank_bytes) == 70 * 33 * 8 + 5 * 8 + 8 + 9 * 2 * 2
-    assert report.balance == 1.0
+    assert report.ranks == 1 and report.nbytes == report.largest_rank_bytes == 70 * 33 * 8 + 5 * 8 + 8 + 9 * 2 * 2
     check_ranks(url, report, saved)
 
 
@@ -115,8 +108,8 @@ def test_states_without_elements(state: dict[str, Any], tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     report = planned(state)
     zarrckpt.save(state, url)
-    assert (report.objects, report.documents) == files(url)
-    assert report.nbytes == 0 and report.balance == 1.0 and str(report)
+    assert (report.objects, report.requests) == files(url)
+    assert report.nbytes == report.largest_rank_bytes == 0 and str(report)
 
 
 def test_modules_and_optimizers(tmp_path: Path) -> None:
@@ -125,7 +118,7 @@ def test_modules_and_optimizers(tmp_path: Path) -> None:
     state = {"model": run.model, "optim": run.optim}
     report = planned(state)
     saved = zarrckpt.save(state, url)
-    assert (report.objects, report.documents) == files(url) and report.objects == saved.objects
+    assert (report.objects, report.requests) == files(url) and report.objects == saved.objects
     check_ranks(url, report, saved)
 
 
@@ -147,7 +140,7 @@ STATES_OF_ONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("state", STATES_OF_ONE.values(), ids=STATES_OF_ONE)
-def test_puts_are_those_that_a_server_gets(s3_stub: S3Server, state: dict[str, Any]) -> None:
+def test_requests_are_those_that_a_server_gets(s3_stub: S3Server, state: dict[str, Any]) -> None:
     place = s3_stub.bucket()
     # The first create and the first replace of a process test the server's conditional puts.
     zarrckpt.save({"step": 1}, place.url("first"), storage_options=place.storage_options)
@@ -166,7 +159,7 @@ def test_puts_are_those_that_a_server_gets(s3_stub: S3Server, state: dict[str, A
             )
             requests = s3_stub.requests[begin:]
             puts = [request.target for request in requests if request.method == "PUT"]
-            assert report.puts == len(puts) == len({*puts}) == report.objects + report.documents, (options, overwrite)
+            assert report.requests == len(puts) == len({*puts}), (options, overwrite)
 
 
 def test_uploads_in_parts_count_each_request(s3_stub: S3Server) -> None:
@@ -177,66 +170,7 @@ def test_uploads_in_parts_count_each_request(s3_stub: S3Server) -> None:
     zarrckpt.save(state, place.url("run"), storage_options=place.storage_options)
     kinds = Counter(request.kind for request in s3_stub.requests[begin:])
     sent = kinds["put"] + kinds["begin"] + kinds["part"] + kinds["end"]
-    assert report.put_requests == sent > report.puts == kinds["put"] + kinds["begin"]
-
-
-def test_puts_have_a_price_and_a_duration() -> None:
-    report = planned({"w": torch.zeros(40 << 20, dtype=torch.uint8)})
-    requests = report.put_requests
-    assert requests > report.puts and report.put_cost() == pytest.approx(requests * 0.005 / 1000)
-    assert report.put_cost(usd_per_1000=2) == pytest.approx(requests / 500)
-    assert report.put_seconds(per_second=requests / 2) == pytest.approx(2)
-    assert f"{report.objects} chunk object" in str(report) and f"{report.documents} documents" in str(report)
-
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def lost_shares(report: PlanReport, stall: float, rate: float, intervals: Floats) -> Floats:
-    """Simulate a job that fails at random and restarts, for each interval. Return the shares of its time that it loses.
-
-    A save copies the state, and commits it later. A failure loses all steps since the copy that was committed last.
-    """
-    hours = 50_000 / report.ranks
-    uptimes = np.random.default_rng(0).exponential(hours * 3600, 10_000)[:, None]
-    writing = max(report.rank_bytes) / rate
-    commits = np.maximum(np.floor((uptimes - writing) / intervals), 0)
-    trained = (commits * (intervals - stall)).sum(axis=0)
-    return 1 - trained / uptimes.sum()
-
-
-@pytest.mark.parametrize("stall, rate", [(0.04, 0.6e9), (2.0, 0.6e9), (60.0, 0.6e9), (0.0, 0.6e9), (0.04, 2e6)])
-@pytest.mark.parametrize("ranks", [64, 16_384])
-def test_the_interval_loses_the_least_time(ranks: int, stall: float, rate: float) -> None:
-    report = PlanReport(ranks, 1, ranks * 400_000_000, ranks, 9, (400_000_000,) * ranks, 0, 0, 0)
-    suggested = report.save_interval(stall_seconds=stall, bytes_per_second=rate)
-    # Saves do not overlap.
-    shortest = max(max(report.rank_bytes) / rate, report.put_seconds(), 2 * stall)
-    assert suggested >= shortest
-    others = np.geomspace(shortest, 500 * shortest, 60)
-    own, *rest = lost_shares(report, stall, rate, np.array([suggested, *others]))
-    assert own < 1.02 * min(rest) and max(rest) > 2 * own
-
-
-def test_the_interval_of_an_empty_state() -> None:
-    report = planned({})
-    assert 0 < report.save_interval() < 1 and "save every" not in str(report)
-    assert "save every" in str(planned({"w": torch.zeros(1)}))
-
-
-WRONG = {"gpu_hours_per_failure": (0, -1), "bytes_per_second": (0, -1), "stall_seconds": (-1,)}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_rates_are_named(name: str) -> None:
-    for value in (*WRONG[name], math.nan, math.inf):
-        with pytest.raises(ValueError, match=name):
-            planned({"w": torch.zeros(1)}).save_interval(**{name: value})
-
-
-def test_balance_is_the_largest_part_over_the_mean() -> None:
-    report = PlanReport(4, 1, 8, 1, 9, (4, 2, 2, 0), 0, 0, 0)
-    assert report.balance == 2.0
+    assert report.requests == sent > kinds["put"] + kinds["begin"]
 
 
 # -- four ranks
@@ -260,43 +194,11 @@ def _fsdp(number: float) -> dict[str, Any]:
 STATES: dict[str, Callable[[float], dict[str, Any]]] = {"fsdp": _fsdp, "uneven": uneven_state}
 
 
-class _Traffic:
-    """The messages of this rank to others in a save."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.sent: Counter[int] = Counter()
-        """Bytes of pieces, by the rank that gets them."""
-        self.peers: set[int] = set()
-        self._merge, self._posted = Rounds.merge, MessageChannel._posted
-
-    def merge(self, *args: Any, **named: Any) -> Any:
-        self.rounds += 1
-        return self._merge(*args, **named)
-
-    def posted(self, pieces: Any, way: str, peer: int, data: Any) -> Any:
-        self.peers.add(peer)
-        if way == "send":
-            self.sent[peer] += data.nbytes - 4  # each message ends with its checksum
-        return self._posted(pieces, way, peer, data)
-
-
-Said = tuple[int, Counter[int], set[int]]
-
-
-def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, Said]:
-    """Return the report, the save's report, and this rank's rounds, bytes sent by rank, and connections."""
-    state, traffic = STATES[name](1), _Traffic()
-    with patch.object(owners, "BUNDLE_BYTES", 512):
-        report = planned(state, ranks_per_host=3, **sizes)
-        agree._kept_plans.clear()  # as if nothing had been planned
-        with (
-            patch.object(Rounds, "merge", lambda *args, **named: traffic.merge(*args, **named)),
-            patch.object(MessageChannel, "_posted", lambda *args: traffic.posted(*args)),
-        ):
-            saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
-    (mesh,) = (slot.mesh for slot in _slots.values() if slot.mesh is not None and slot.mesh.is_usable(None))
-    return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.tree.edges})
+def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport]:
+    state = STATES[name](1)
+    report = planned(state, **sizes)
+    agree._kept_plans.clear()  # as if nothing had been planned
+    return report, zarrckpt.save(state, url, options=MergingOptions(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -312,61 +214,27 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
 )
 def test_four_ranks_get_one_report(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     url = str(tmp_path / "run")
-    answers = run_ranks(_plan_and_save, url, name, sizes)
-    reports, saves = [answer[0] for answer in answers], [answer[1] for answer in answers]
+    reports, saves = zip(*run_ranks(_plan_and_save, url, name, sizes), strict=True)
     report, saved = reports[0], saves[0]
     assert all(other == report for other in reports) and report.ranks == 4
     blobs = saved.objects - report.objects
     assert blobs == (1 if name == "uneven" else 0)
-    assert (report.objects, report.documents) == files(url)
+    assert (report.objects, report.requests) == files(url)
     tensors = Catalog(StoreSpec(url)).root.tensors.values()
-    assert report.tensors == len(tensors)
     assert report.nbytes == sum(math.prod(node.grid.shape) * node.dtype.itemsize for node in tensors)
     if not blobs:
         check_ranks(url, report, saved)
-    rounds, sent, peers = zip(*(answer[2] for answer in answers), strict=True)
-    assert {*rounds} == {report.control_rounds}
-    assert report.moved_bytes == sum(count.total() for count in sent)
-    # Ranks 0 to 2 are on one host, rank 3 on another.
-    assert report.host_bytes == sum(count[3] for count in sent) + sent[3].total()
-    assert report.rank_connections == tuple(map(len, peers))
-    assert (report.merged > 0) == (report.bundles > 0) == (report.moved_bytes > 0)
-    assert report.bundles > 1 or name == "uneven" or sizes == {"min_piece_bytes": 0}
-
-
-def _plan_and_save_with_base(url: str) -> tuple[PlanReport, SaveReport]:
-    line = init_device_mesh("cpu", (4,))
-    state = {"frozen": sharded(full((2000, 33), 1), line), "adapter": sharded(full((2000, 33), 2), line)}
-    zarrckpt.save(state, f"{url}/base", options=SaveOptions(reuse="on", min_piece_bytes=0))
-    state["adapter"].to_local().add_(1)
-    report = zarrckpt.plan_report(state, base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
-    return report, zarrckpt.save(state, f"{url}/next", base=f"{url}/base", options=SaveOptions(min_piece_bytes=0))
-
-
-def test_a_base_divides_bytes_into_sent_and_reused(tmp_path: Path) -> None:
-    reports, saves = zip(*run_ranks(_plan_and_save_with_base, str(tmp_path)), strict=True)
-    url, report, saved = str(tmp_path / "next"), reports[0], saves[0]
-    assert all(other == report for other in reports) and (report.objects, report.documents) == files(url)
-    reused = Catalog(StoreSpec(url)).root.reused
-    assert reused is not None and 0 < report.reused_bytes == saved.linked_bytes - 4 * reused.objects
-    assert report.sent_bytes == report.nbytes - report.reused_bytes == 2000 * 33 * 8
-    assert " are sent and 528 KB reused; " in str(report)
 
 
 def _with_and_without_merging() -> list[PlanReport]:
     return [planned(_fsdp(1), min_piece_bytes=least) for least in (0, None, 1 << 40)]
 
 
-def test_merging_trades_objects_for_bytes_between_ranks() -> None:
+def test_merging_reduces_objects() -> None:
     never, default, always = run_ranks(_with_and_without_merging)[0]
-    assert never.objects > default.objects > always.objects
-    assert 0 == never.moved_bytes < default.moved_bytes < always.moved_bytes
-    assert 0 == never.merged < default.merged < always.merged
-    assert never.nbytes == default.nbytes == always.nbytes and never.put_cost() > always.put_cost()
+    assert never.nbytes == default.nbytes == always.nbytes and never.requests > default.requests > always.requests
     # Three tensors of four small pieces and one of two are a chunk each. The large one and the replicas stay.
-    assert default.merged == 4 and default.objects == never.objects - 3 * 3 - 1
-    # The owner of a chunk holds one of the largest pieces.
-    assert default.moved_bytes == (9 + 24 + 768) * 8 * 8 + 5 * 4 * 8
+    assert always.objects < default.objects == never.objects - 3 * 3 - 1
 
 
 def _of_some_ranks() -> PlanReport | None:
@@ -379,7 +247,7 @@ def _of_some_ranks() -> PlanReport | None:
 def test_a_sub_group_is_planned() -> None:
     alone, *reports = run_ranks(_of_some_ranks)
     assert alone is None and all(report == reports[0] for report in reports)
-    assert reports[0].ranks == 3 and sorted(reports[0].rank_bytes) == [56, 64, 72]
+    assert reports[0].ranks == 3 and reports[0].largest_rank_bytes == 72
 
 
 # -- errors of plans
@@ -392,12 +260,12 @@ def test_plans_raise_the_errors_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedValueError) as by_plan:
             planned(state)  # type: ignore[arg-type]
         assert str(by_plan.value) == str(by_save.value)
-    wrong = {"ranks_per_host": 0, "max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
+    wrong = {"max_chunk_bytes": 0, "max_inflight_bytes": 0}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             planned({"w": torch.zeros(3)}, **{name: value})
-    with pytest.raises(TypeError, match="fill_bytes"):
-        planned({"w": torch.zeros(3)}, fill_bytes="1 MiB")
+    with pytest.raises(TypeError, match="max_chunk_bytes"):
+        planned({"w": torch.zeros(3)}, max_chunk_bytes="1 MiB")
     assert not (tmp_path / "run").exists()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from harness.internals import ArrayNode, Box, Grid, by_name
+from harness.merging import MergingPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,14 +32,13 @@ from zarrckpt._load.coverage import Findings
 from zarrckpt._plan import description
 from zarrckpt._plan.all_descriptions import DescriptionRequest
 from zarrckpt._plan.description import DescribedEntry, Description, ParameterGroup
-from zarrckpt._plan.plan import PlanOptions, Sizes
+from zarrckpt._plan.plan import PlanOptions
 from zarrckpt._plan.shards import Cut, Sharding
 from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
 from zarrckpt._ranks.errors import MAX_TEXT, Failure
 from zarrckpt._runs.coordinator import ChosenCheckpoint
 from zarrckpt._save.agree import SentAttempt, _BeginAnswer, _CompareAnswer, _PlanDigests
 from zarrckpt._save.base import BaseTables, SentBase
-from zarrckpt._save.plan_report import _RankForecast
 from zarrckpt._save.write import ArrayResult, ObjectResult, RankResults
 from zarrckpt._store._archive import ArchivePart
 
@@ -52,10 +52,11 @@ RECORDS = [
     StatePath(("a", 1, None, (2.5, "b")), (DICT, LIST, DICT, DICT), (0, 5), 2),
     StatePath((), ()),
     DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
-    ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", "Adam", False),
+    ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", "AdamW", False),
     Sharding((0, 1), (2,), (Cut(0), None)),
     Description([DescribedEntry(StatePath(("w",), (DICT,)), "value")], (Sharding((0,), (1,), (None,)),)),
-    PlanOptions(Blosc(), Sizes(min_piece=1), grids={"a": Grid((4,), (2,), (1,))}),
+    MergingPlan(Blosc(), fill_bytes=1),
+    PlanOptions(Blosc(), 1 << 20, grids={"a": Grid((4,), (2,), (1,))}),
     DescriptionRequest(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
     _BeginAnswer(SentAttempt(ID, f"@{ID}", "", "host", True, BASE, {"a": 64})),
     _CompareAnswer(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
@@ -65,7 +66,6 @@ RECORDS = [
     ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
     RankResults({}, ArchivePart(("a/c.0",), np.ones(1, "<u4"), ID, ("b/c",), np.ones((1, 4), "<i8"))),
     SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
-    _RankForecast((NODE,), 24),
     Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),
     ChosenCheckpoint("step-100", 100, True),
     Failure(3, "StorageError", "no space", notes=("a", "b")),

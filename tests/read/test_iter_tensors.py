@@ -12,10 +12,10 @@ import pytest
 import torch
 import zarr
 from harness.bits import same
+from harness.faulty_store import FaultyStore
 from harness.memory_peaks import peak_of
 
 import zarrckpt
-from zarrckpt.testing import FaultyStore
 
 MIB = 1 << 20
 STATE: dict[str, Any] = {

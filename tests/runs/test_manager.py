@@ -23,6 +23,7 @@ import pytest
 import torch
 import zarr
 from harness.crashes import state
+from harness.faulty_store import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 from harness.internals import LocalStore
 from harness.managed import (
     RUN,
@@ -45,7 +46,6 @@ from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
 from zarrckpt._store._conditional_puts import _known_support
 from zarrckpt._store._local_commit import write_temp
-from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 
 def saved(run: Path, *steps: int, **arguments: Any) -> None:

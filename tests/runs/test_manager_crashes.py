@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from harness import managed
 from harness.crashes import crashed, state
+from harness.faulty_store import FAIL, FAIL_AFTER, STOP, STOP_AFTER, Fault, at
 from harness.managed import Watched, folders, manager, name, restored, sound, watched
 
 import zarrckpt
 from zarrckpt import Keep
-from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, STOP_AFTER, Fault, at
 
 EVERY_FAULT = os.environ.get("ZARRCKPT_CRASHES") == "all"
 KEEP = Keep(newest=2, best=1, metric="loss")

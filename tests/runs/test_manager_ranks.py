@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.faulty_store import FAIL
 from harness.managed import RUN, damage_root, folders, manager, name, run_id, watched
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.uneven_states import full, mesh_of, sharded
 
 import zarrckpt
 from zarrckpt import Keep, PerRank
-from zarrckpt.testing import FAIL
 
 
 def _state(number: int) -> dict[str, Any]:

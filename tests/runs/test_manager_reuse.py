@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.crashes import state
+from harness.faulty_store import FAIL
 from harness.managed import OPTIONS, damage_root, folders, manager, name, restored, sound, watched
 from harness.s3_server import S3Server
 from harness.shared_chunks import sharing_small_chunks
@@ -75,7 +76,7 @@ def test_a_rewound_run_reuses_the_step_from_which_it_goes_on(tmp_path: Path) -> 
 def test_a_failed_save_is_not_a_base(tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path) as job:
         job.save(1, state(1))
-        watch.rule = lambda call: zarrckpt.testing.FAIL if call.key == f"{name(2)}/w/c.1.0" else None
+        watch.rule = lambda call: FAIL if call.key == f"{name(2)}/w/c.1.0" else None
         with pytest.raises(zarrckpt.StorageError):
             job.save(2, state(2)).result()
         watch.rule = lambda _: None

@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ROOT
+from harness.faulty_store import Call
 from harness.managed import watched
 from harness.ranks import run_ranks
 
 import zarrckpt
-from zarrckpt.testing import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.faulty_store import FAIL, Call, Fault, FaultyStore
 
 import zarrckpt
-from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 FAST = zarrckpt.SaveOptions(durable=False)
 

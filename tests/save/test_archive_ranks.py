@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.crashes import all_files, crashed
 from harness.internals import open_store
+from harness.merging import MergingOptions
 from harness.ranks import RankError, all_ranks_raise, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -90,8 +91,8 @@ def _objects(url: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, zarrckpt.SaveOptions(min_piece_bytes=1 << 30, fill_bytes=1 << 16, max_chunk_bytes=1 << 16)),
-        (4, zarrckpt.SaveOptions(min_piece_bytes=0)),
+        (2, MergingOptions(min_piece_bytes=1 << 30, fill_bytes=1 << 16, max_chunk_bytes=1 << 16)),
+        (4, MergingOptions(min_piece_bytes=0)),
         (4, zarrckpt.SaveOptions(compression="zstd", durable=False)),
     ],
 )

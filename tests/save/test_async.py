@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.faulty_store import Call, Fault, FaultyStore
 from harness.models import make_run, same, snapshot
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.store_servers import S3Place
@@ -35,7 +36,6 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 import zarrckpt
 from zarrckpt._save.background import _savers
 from zarrckpt._store import _local
-from zarrckpt.testing import Call, Fault, FaultyStore
 
 
 def _whole(run: Any) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.faulty_store import FAIL, Call, Fault, FaultyStore
 from harness.internals import in_thread
 from harness.s3_server import S3Server
 
 import zarrckpt
-from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.merging import MergingOptions
 from harness.ranks import all_ranks_raise, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -131,7 +132,7 @@ def _events_of_ranks(folder: str, fails: bool) -> tuple[list[tuple[str, str, int
     state: dict[str, Any] = {"w": distribute_tensor(torch.arange(4000.0), mesh, [Shard(0)])}
     if fails and dist.get_rank() == 1:
         state["lambda"] = lambda: 0
-    options = zarrckpt.SaveOptions(durable=False, min_piece_bytes=0, on_event=events.append)
+    options = MergingOptions(durable=False, min_piece_bytes=0, on_event=events.append)
     load_options = zarrckpt.LoadOptions(on_event=events.append)
     try:
         zarrckpt.save(state, f"{folder}/a", options=options)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from harness.crashes import Place, all_files, held, state
+from harness.faulty_store import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
+from harness.merging import MergingOptions
 from harness.one_at_a_time import AskedStore, Op, Shelf
 from harness.ranks import all_ranks_raise, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +28,6 @@ from zarrckpt import ZarrSavePlanner, ZarrStorageWriter
 from zarrckpt._commit import shared_storage
 from zarrckpt._store import _local_commit
 from zarrckpt.cli import main
-from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
 
 ROOT = "zarr.json"
 
@@ -265,7 +266,7 @@ def _save_with_a_limit(url: str, failing: int, small: bool) -> None:
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        options = zarrckpt.SaveOptions(min_piece_bytes=1 << 30, fill_bytes=1 << 20) if small else None
+        options = MergingOptions(min_piece_bytes=1 << 30, fill_bytes=1 << 20) if small else None
         zarrckpt.save(_state(2), url, overwrite=True, options=options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -316,9 +317,7 @@ def _save_by_dcp(url: str, failing: int) -> None:
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        dcp.save(
-            _state(2), storage_writer=zarrckpt.ZarrStorageWriter(url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
-        )
+        dcp.save(_state(2), storage_writer=zarrckpt.ZarrStorageWriter(url, options=MergingOptions(min_piece_bytes=0)))
     except dcp.api.CheckpointException as err:
         assert sorted(err.failures) == [failing]
     finally:

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.merging import MergingOptions
 from harness.ranks import run_ranks
 from harness.store_servers import S3Place
 from harness.torch_internals import links
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 ALL = (0, 1, 2, 3)
 
-MERGED, APART = SaveOptions(durable=False), SaveOptions(durable=False, min_piece_bytes=0)
+MERGED, APART = SaveOptions(durable=False), MergingOptions(durable=False, min_piece_bytes=0)
 
 SECONDS = 30.0
 """Maximum seconds of a failing save or load. All take far less, but none may wait for a timeout of a minute."""

@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
+from harness.faulty_store import FAIL, Call, Fault, FaultyStore
 from harness.internals import LocalStore, open_store
 from harness.memory_peaks import traced_peak_of
+from harness.merging import MergingOptions
 from harness.random_tensors import random_tensor
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.s3_server import S3Server
@@ -45,11 +47,11 @@ from zarrckpt._ops import verify
 from zarrckpt._plan import chunking
 from zarrckpt._save import reuse, staging
 from zarrckpt._store._linkable import LinkableFile
-from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 State = dict[str, Any]
 
 ON = zarrckpt.SaveOptions(reuse="on", durable=False, max_chunk_bytes=1 << 12)
+MERGING = MergingOptions(reuse="on", durable=False, max_chunk_bytes=1 << 12)
 
 
 @pytest.fixture(autouse=True)
@@ -946,9 +948,10 @@ def test_ranks_reuse_chunks_of_equal_grids(pieces: str, tmp_path: Path) -> None:
     Without limits, two ranks would have chunks of 32 rows. They keep the grid of four.
     """
     size = 32 if pieces == "moved pieces" else 16
-    options = dataclasses.replace(ON, min_piece_bytes=None if size == 32 else 1024)
+    least = None if size == 32 else 1024
+    options = dataclasses.replace(MERGING, min_piece_bytes=least)
     if pieces != "shards":
-        options = dataclasses.replace(options, max_chunk_bytes=size * 256, fill_bytes=size * 256)
+        options = dataclasses.replace(MERGING, max_chunk_bytes=size * 256, fill_bytes=size * 256, min_piece_bytes=least)
     reports = run_ranks(_save_on_ranks, str(tmp_path), (1, 2), options, world_size=4)
     assert all(found == reports[0] for found in reports)
     reports += run_ranks(_save_on_ranks, str(tmp_path), (3,), options, world_size=2)
@@ -976,7 +979,7 @@ def _save_while_the_base_is_replaced(folder: str, options: zarrckpt.SaveOptions)
 
 
 def test_ranks_notice_a_base_that_was_replaced(tmp_path: Path) -> None:
-    options = dataclasses.replace(ON, max_chunk_bytes=32 * 256, fill_bytes=32 * 256)
+    options = dataclasses.replace(MERGING, max_chunk_bytes=32 * 256, fill_bytes=32 * 256)
     run_ranks(_save_on_ranks, str(tmp_path), (1,), options, world_size=4)
     run_ranks(_save_while_the_base_is_replaced, str(tmp_path), options, world_size=4)
     _check_model(tmp_path / "2", 2)

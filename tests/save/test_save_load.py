@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.merging import MergingOptions
 from harness.models import KINDS, Run, make_run, same, snapshot
 from harness.ranks import all_ranks_raise, run_ranks
 from harness.store_servers import S3Place
@@ -128,7 +129,7 @@ def _save_rows(url: str, **options: Any) -> zarrckpt.SaveReport:
 
 
 def _save_rows_unmerged(url: str) -> zarrckpt.SaveReport:
-    return _save_rows(url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
+    return _save_rows(url, options=MergingOptions(min_piece_bytes=0))
 
 
 def test_each_rank_writes_its_own_chunks(tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def _save_sharded_tensor(url: str) -> None:
     rank, source = dist.get_rank(), _source((10, 4))
     rows = source[3 * rank : 3 * rank + 3].clone()
     shards = [SpecShard.from_tensor_and_offsets(rows, [3 * rank, 0], rank)]
-    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
+    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url, options=MergingOptions(min_piece_bytes=0))
     target = init_from_local_shards([SpecShard.from_tensor_and_offsets(rows * 0, [3 * rank, 0], rank)], [10, 4])
     zarrckpt.load({"w": target}, url)
     assert torch.equal(target.local_shards()[0].tensor, rows)
@@ -994,7 +995,7 @@ def _in_a_group_of_three(url: str) -> tuple[zarrckpt.SaveReport, zarrckpt.LoadRe
         {"w": distribute_tensor(source, mesh, [Shard(0)], src_data_rank=None), "who": "three"},
         url,
         process_group=group,
-        options=zarrckpt.SaveOptions(min_piece_bytes=0),
+        options=MergingOptions(min_piece_bytes=0),
     )
     targets = {"w": distribute_tensor(source * 0, mesh, [Shard(1)], src_data_rank=None), "who": ""}
     loaded = zarrckpt.load(targets, url, process_group=group)

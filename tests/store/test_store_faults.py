@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.faulty_store import LOSE, SHORTEN, Call, Fault, FaultyStore, Rule, at, never
 from harness.ranks import run_ranks
 from harness.s3_server import Answer, Request, S3Server, served, xml
 from harness.store_servers import free_port
@@ -37,7 +38,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 import zarrckpt
 from zarrckpt import ZarrStorageReader, ZarrStorageWriter
-from zarrckpt.testing import LOSE, SHORTEN, Call, Fault, FaultyStore, Rule, at, never
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -15,6 +15,7 @@ import obstore
 import pytest
 import torch
 import zarr
+from harness.faulty_store import FaultyStore
 from harness.forks import in_forked_child
 from harness.internals import StoreSpec, open_store
 from harness.s3_server import S3Server
@@ -24,7 +25,6 @@ from hypothesis import strategies as st
 
 import zarrckpt
 from zarrckpt import StorageError
-from zarrckpt.testing import FaultyStore
 
 SECRET = "hunter2-very-secret"
 

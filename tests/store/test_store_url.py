@@ -19,10 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zarr
 from click.testing import CliRunner
+from harness.faulty_store import FaultyStore
 from harness.internals import StoreSpec, join_url, open_store
 
 import zarrckpt
-from zarrckpt import StorageError, ZarrStorageReader, ZarrStorageWriter, testing
+from zarrckpt import StorageError, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._store._url import ParsedUrl, normalize, parse
 from zarrckpt.cli import main
 
@@ -188,7 +189,7 @@ ANYWHERE: dict[str, Callable[[Any], Any]] = {
     ),
     "DCP reader": lambda at: load_dcp(storage_reader=ZarrStorageReader(at("run/one"))),
     "DCP reader's id": lambda at: load_dcp(storage_reader=ZarrStorageReader(), checkpoint_id=at("run/one")),
-    "testing": lambda at: zarrckpt.save(STATE, testing.FaultyStore(at("run/new"), lambda operation: None)),
+    "faulty": lambda at: zarrckpt.save(STATE, FaultyStore(at("run/new"), lambda operation: None)),
     **{
         command: lambda at, command=command: run_command(command, at("run/one"))  # type: ignore[misc]
         for command in ("ls", "tree", "info", "stats", "verify", "doctor", "recover")

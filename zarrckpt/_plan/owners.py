@@ -13,7 +13,6 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,24 +59,6 @@ class TensorKind:
     chunks: Numbers
     """The number of each chunk in the whole save: one row per tensor, one column per chunk of the kind."""
 
-    def piece_bytes(self, chunk: int) -> Numbers:
-        """Return the size in bytes of each piece of a chunk."""
-        own, pieces = self.geometry.pieces_of(chunk), self.geometry.pieces
-        itemsize = self.nbytes[chunk] // pieces.elements[chunk]
-        found: Numbers = pieces.size[own.start : own.stop] * itemsize
-        return found
-
-
-class Moves(NamedTuple):
-    """The pieces of one chunk in several tensors of a kind."""
-
-    owners: Numbers
-    """The owner of the chunk in each tensor."""
-    sources: Numbers
-    """One row per tensor, one column per piece. A piece whose source is the owner does not move."""
-    nbytes: Numbers
-    """The size of each piece in bytes."""
-
 
 class ChunkOwners:
     """All chunks of a save and their owners, ordered by tensor, then by chunk of its geometry."""
@@ -117,7 +98,7 @@ class ChunkOwners:
         Bundles are in the order of the chunks. Every rank sends and receives in this order, which excludes deadlocks.
         """
         moves = np.zeros(len(self.owner), np.bool_)
-        for kind, chunk, moving in self._moving():
+        for kind, chunk, moving in self.moving():
             moves[kind.chunks[:, chunk]] = moving
         found: Numbers = np.full(len(self.owner), -1)
         ends = np.cumsum(self.nbytes[moves])
@@ -129,40 +110,11 @@ class ChunkOwners:
         written: list[int] = sum_by_number(self.owner, self.nbytes, self.world_size).tolist()
         return written
 
-    def moves(self) -> Iterator[Moves]:
-        """Yield the pieces of all chunks of which at least one piece moves."""
-        for kind, chunk, moving in self._moving():
-            if moving.any():
-                owners = self.owner[kind.chunks[moving, chunk]]
-                sources = kind.geometry.sources(kind.tensors[moving], chunk, owners)
-                yield Moves(owners, sources, kind.piece_bytes(chunk))
-
-    def _moving(self) -> Iterator[tuple[TensorKind, int, NDArray[np.bool_]]]:
+    def moving(self) -> Iterator[tuple[TensorKind, int, NDArray[np.bool_]]]:
         """Yield the chunks of each kind, with a mask of the tensors in which a piece of the chunk moves."""
         for kind in self.kinds:
             for chunk in range(len(kind.geometry.pieces)):
                 yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.whole_holders(chunk))
-
-    def moved_bytes(self, hosts: Numbers | None = None) -> int:
-        """Return the bytes that move between ranks, or between hosts if the host number of each rank is given."""
-        host_of = np.arange(self.world_size) if hosts is None else hosts
-        return sum(
-            int(((host_of[sources] != host_of[owners][:, None]) * nbytes).sum())
-            for owners, sources, nbytes in self.moves()
-        )
-
-    def peers(self) -> NDArray[np.bool_]:
-        """Return a symmetric matrix over ranks: whether two ranks exchange pieces."""
-        found = np.zeros((self.world_size, self.world_size), np.bool_)
-        for owners, sources, _ in self.moves():
-            found[sources, owners[:, None]] = True
-        found |= found.T
-        np.fill_diagonal(found, False)
-        return found
-
-    def count_merged(self) -> int:
-        """Return the number of chunks with several pieces."""
-        return sum(len(kind.tensors) * int((np.diff(kind.geometry.pieces.first) > 1).sum()) for kind in self.kinds)
 
 
 def choose_owners(tensors: Iterable[PlannedTensor], world_size: int) -> ChunkOwners:

@@ -54,25 +54,19 @@ class Layout:
 
 @record
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes in bytes of :class:`zarrckpt.SaveOptions` that affect the plan. None: chosen by :func:`plan_save`."""
-
-    max_chunk: int = MAX_CHUNK_BYTES
-    min_piece: int | None = None
-    fill: int | None = None
-
-
-@record
-@dataclass(frozen=True)
 class PlanOptions:
     """Options that the coordinator chooses for all ranks."""
 
     compression: Compression | None = None
-    sizes: Sizes = Sizes()
+    max_chunk_bytes: int = MAX_CHUNK_BYTES
     portable: bool = False
     """Whether types that few readers know are stored as unsigned integers of their size."""
     grids: Mapping[str, Grid] = field(default_factory=dict)
     """The chunk grids of a base by path. A tensor keeps its grid if each of its boxes consists of whole chunks."""
+
+    def merging(self, nbytes: int, ranks: int) -> dict[str, int]:
+        """Return the arguments of :func:`choose_grid` for merging pieces in a state of this size on these ranks."""
+        return {"min_piece_bytes": default_min_piece_bytes(ranks), "fill_bytes": default_fill_bytes(nbytes, ranks)}
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,8 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     with _without_garbage_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
-        sizes = _chosen_sizes(options.sizes, state)
+        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
+        sizes = {"max_chunk_bytes": options.max_chunk_bytes, **options.merging(total, state.world_size)}
         # Equal boxes give equal grids, so thousands of equal layers are computed once.
         grids: dict[tuple[Holders, int], Grid] = {}
         kept: dict[tuple[Holders, Grid], bool] = {}
@@ -136,7 +131,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             if earlier is not None and earlier != grid:
                 holders = tensor.holders
                 if (holders, earlier) not in kept:
-                    largest = sizes["max_chunk_bytes"] // tensor.dtype.itemsize
+                    largest = options.max_chunk_bytes // tensor.dtype.itemsize
                     kept[holders, earlier] = _can_keep(earlier, tensor.shape, holders.boxes, largest)
                 grid = earlier if kept[holders, earlier] else grid
             chosen = options.compression if compressible(grid, tensor.dtype) else None
@@ -159,15 +154,6 @@ def _can_keep(grid: Grid, shape: Ints, boxes: Sequence[Box], largest: int) -> bo
         for box in boxes
         for begin, length, step, n in zip(box.offset, box.shape, grid.chunk_shape, shape, strict=True)
     )
-
-
-def _chosen_sizes(sizes: Sizes, state: GlobalState) -> dict[str, int]:
-    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
-    return {
-        "max_chunk_bytes": sizes.max_chunk,
-        "min_piece_bytes": default_min_piece_bytes(state.world_size) if sizes.min_piece is None else sizes.min_piece,
-        "fill_bytes": default_fill_bytes(total, state.world_size) if sizes.fill is None else sizes.fill,
-    }
 
 
 @contextmanager

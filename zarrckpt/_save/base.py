@@ -98,10 +98,10 @@ class BaseReader:
 
     Args:
         request: the save.
-        store: the store of the new checkpoint, or None for a forecast.
+        store: the store of the new checkpoint.
     """
 
-    def __init__(self, request: SaveRequest, store: Store | None = None) -> None:
+    def __init__(self, request: SaveRequest, store: Store) -> None:
         self._request = request
         self.optional = OptionalRequests()
         """The time that requests about the base may lose on this rank."""
@@ -147,8 +147,8 @@ class BaseReader:
             return self._refuse(spec, "it is an archive", logging.INFO)
         try:
             store = spec.open()
-            linked = store.is_local and (self._store is None or self._store.is_local)
-            if not linked and self._store is not None and not self._store.copies_from(store):
+            linked = store.is_local and self._store.is_local
+            if not linked and not self._store.copies_from(store):
                 return self._refuse(spec, f"its objects cannot be copied to {self._store.url}", logging.INFO)
             data = store.get_optional(NODE, MAX_WHOLE_BYTES, self.optional)
             root = parse_root_document(data, spec.url)

@@ -395,5 +395,6 @@ def _make_folder(fs: Any, folder: str) -> None:
     """Make a folder and those above it. ``makedirs`` of sftp fails if another thread or process makes one of them."""
     for attempt in range(_TRIES):
         with contextlib.suppress(Exception) if attempt < _TRIES - 1 else contextlib.nullcontext():
-            return fs.makedirs(folder, exist_ok=True)
+            fs.makedirs(folder, exist_ok=True)
+            return
         time.sleep(0.01 * 2**attempt)

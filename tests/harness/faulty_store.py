@@ -1,48 +1,27 @@
-"""Stores that fail on purpose, to test how a training reacts if its store fails or its process dies.
+"""A store whose operations fail on purpose, as a rule chooses.
 
-    rule = zarrckpt.testing.at(17, zarrckpt.testing.STOP)
-    store = zarrckpt.testing.FaultyStore("s3://bucket/run/step-7", rule)
+    store = FaultyStore("s3://bucket/run/step-7", at(17, STOP))
     zarrckpt.save(state, store)                                          # raises Stopped at operation 17
 
-A :class:`FaultyStore` wraps a url or a store, and calls a rule before each operation. The rule chooses whether and how
-the operation fails. Pass the store instead of a url. This module does not need torch.
+A :class:`FaultyStore` wraps a url or a store, and calls the rule before each operation. Pass the store instead of a
+url. Torch is not needed.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from zarrckpt._errors import StorageError
-from zarrckpt._store import Buffer, ObjectInfo, Store, Url, VersionedObject, open_store
-from zarrckpt._store._base import Listing
+from harness.internals import Buffer, Listing, ObjectInfo, Store, VersionedObject, open_store
+from zarrckpt import StorageError
+from zarrckpt._store import Url
 from zarrckpt._store._linkable import LinkableFile
 from zarrckpt._store._optional import OptionalRequests
-
-__all__ = [
-    "FAIL",
-    "FAIL_AFTER",
-    "FLIP",
-    "LOSE",
-    "SHORTEN",
-    "STOP",
-    "STOP_AFTER",
-    "Call",
-    "Fault",
-    "FaultyStore",
-    "Rule",
-    "Stopped",
-    "at",
-    "never",
-    "sometimes",
-    "writes",
-]
 
 T = TypeVar("T")
 
@@ -62,8 +41,6 @@ class Fault(enum.Enum):
     """Raise :class:`Stopped` without doing this or any later operation."""
     STOP_AFTER = "stop after"
     """Do the operation, then raise :class:`Stopped`, also for all later operations."""
-    FLIP = "flip"
-    """Flip a bit in the bytes that are read. Writes and listings succeed."""
     SHORTEN = "shorten"
     """Return only the first half of the bytes that are read. Writes and listings succeed."""
     LOSE = "lose"
@@ -71,7 +48,7 @@ class Fault(enum.Enum):
 
 
 FAIL, FAIL_AFTER, STOP, STOP_AFTER = Fault.FAIL, Fault.FAIL_AFTER, Fault.STOP, Fault.STOP_AFTER
-FLIP, SHORTEN, LOSE = Fault.FLIP, Fault.SHORTEN, Fault.LOSE
+SHORTEN, LOSE = Fault.SHORTEN, Fault.LOSE
 
 
 @dataclass(frozen=True)
@@ -106,12 +83,6 @@ def writes(number: int, fault: Fault) -> Rule:
     """Return a rule for the operation with this number, counted from 0 over writes, deletions and syncs."""
     count = itertools.count()
     return lambda call: fault if call.verb in WRITES and next(count) == number else None
-
-
-def sometimes(share: float, fault: Fault, seed: int = 0) -> Rule:
-    """Return a rule for a random share of all operations, between 0 and 1."""
-    chance = random.Random(seed)
-    return lambda call: fault if chance.random() < share else None
 
 
 class FaultyStore(Store):
@@ -259,9 +230,6 @@ class FaultyStore(Store):
     def _read(self, verb: str, key: str, work: Callable[[], bytes]) -> bytes:
         fault = self._ask(verb, key)
         data = self._do(fault, verb, key, work)
-        if fault is FLIP and data:
-            middle = len(data) // 2
-            return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         return data[: len(data) // 2] if fault is SHORTEN else data
 
     def _call(self, verb: str, key: str, work: Callable[[], T]) -> T:
