@@ -13,7 +13,7 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, unravel
-from zarrckpt._inspect.exact import Exact, NumberArray, root, sum_floats, sum_integers
+from zarrckpt._inspect.sums import NumberArray, root, sum_powers
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 
@@ -46,7 +46,7 @@ class TensorStats:
 
 @dataclass
 class Moments:
-    """Counts and moments of a part of a tensor. Sums are exact, so parts can be added in any order."""
+    """Counts and moments of a part of a tensor. Parts can be added in any order."""
 
     count: int = 0
     nan: int = 0
@@ -55,50 +55,52 @@ class Moments:
     finite: int = 0
     low: float = math.inf
     high: float = -math.inf
-    total: Exact = 0
-    squares: Exact = 0
+    total: Fraction = Fraction()
+    squares: Fraction = Fraction()
 
     @classmethod
     def of(cls, values: NumberArray) -> Moments:
         """Return the moments of values, which are as :func:`to_reals` returns them."""
         found = cls()
         for (block,) in blocks(values):
-            found.add(cls.of_block(block))
+            found.add_block(block)
         return found
 
-    @classmethod
-    def of_block(cls, values: NumberArray) -> Moments:
-        """Return the moments of one block of values, which are as :func:`to_reals` returns them."""
-        finite, nan, integers = values, 0, values.dtype.kind != "f"
-        if not integers and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
+    def add_block(self, values: NumberArray) -> None:
+        """Add one block of values, which are as :func:`to_reals` returns them."""
+        finite = values
+        if values.dtype.kind == "f" and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
-        zeros = len(values) - int(np.count_nonzero(values))
-        found = cls(len(values), nan, len(values) - nan - len(finite), zeros, len(finite))
+            self.nan += nan
+            self.inf += len(values) - len(finite) - nan
+        self.count += len(values)
+        self.zeros += len(values) - int(np.count_nonzero(values))
         if len(finite):
-            found.low, found.high = finite.min().item(), finite.max().item()
-            sums = sum_integers(finite) if integers else sum_floats(finite, found.low, found.high)
-            found.total, found.squares = sums
-        return found
+            low, high = finite.min().item(), finite.max().item()
+            self._add_finite(len(finite), low, high, *sum_powers(finite, low, high))
+
+    def _add_finite(self, finite: int, low: float, high: float, total: Fraction, squares: Fraction) -> None:
+        self.finite += finite
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.total += total
+        self.squares += squares
 
     def add(self, other: Moments) -> None:
         self.count += other.count
         self.nan += other.nan
         self.inf += other.inf
         self.zeros += other.zeros
-        self.finite += other.finite
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.total += other.total
-        self.squares += other.squares
+        self._add_finite(other.finite, other.low, other.high, other.total, other.squares)
 
     @property
     def mean(self) -> Fraction:
         """The mean of the finite elements. There must be at least one."""
-        return Fraction(self.total) / self.finite
+        return self.total / self.finite
 
     @property
     def std(self) -> float:
         """The standard deviation of the finite elements. 0.0 for a constant, whose sums are rounded."""
-        return 0.0 if self.low == self.high else root(Fraction(self.squares) / self.finite - self.mean**2)
+        return 0.0 if self.low == self.high else root(self.squares / self.finite - self.mean**2)
 
     def stats(self) -> TensorStats:
         if not self.finite:
@@ -114,7 +116,7 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
     def look(fqn: str, box: Box) -> Moments:
         moments = Moments()
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            moments.add(Moments.of_block(to_reals(block)))
+            moments.add_block(to_reals(block))
         return moments
 
     found = {fqn: Moments() for fqn in fqns}

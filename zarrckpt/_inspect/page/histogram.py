@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zarrckpt._inspect.exact import NumberArray
+from zarrckpt._inspect.sums import NumberArray
 
 FINE = 1 << 15
 """Maximum number of bins while parts are counted. A page shows fewer, but it also shows the bulk alone."""

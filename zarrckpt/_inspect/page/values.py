@@ -12,9 +12,9 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
-from zarrckpt._inspect.exact import NumberArray
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.sums import NumberArray
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
