@@ -14,7 +14,7 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.stats import blocks, doubles, map_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.stats import blocks, doubles, gather_chunks, position_in, read_part, to_reals
 from zarrckpt._inspect.sums import NumberArray, dot, root, shift
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
@@ -199,14 +199,11 @@ def tensor_differences(
     Returns the differences, and the totals of groups.
     """
 
-    def look(fqn: str, box: Box) -> DifferenceSums:
-        found = DifferenceSums()
+    def look(found: DifferenceSums, fqn: str, box: Box) -> None:
         found.add(read_part(one, fqn, box), read_part(other, fqn, box), 0, box)
-        return found
 
-    sums = {fqn: DifferenceSums() for fqn in fqns}
-    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in sums}, look, progress):
-        sums[fqn].join(part)
+    nodes = {fqn: choose_wider(one, other, fqn) for fqn in fqns}
+    sums = gather_chunks(one, nodes, lambda _: DifferenceSums(), look, lambda _, part: part, progress)
     found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
     return found, group_differences(sums, found)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from zarrckpt._inspect.sums import NumberArray, root, sum_powers
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 
-P = TypeVar("P")
+P = TypeVar("P", bound="Part")
+R = TypeVar("R")
 
 _BLOCK = 1 << 13
 """Elements per block. As float64 they fit into the CPU cache, and BLAS starts no threads for this size."""
@@ -85,7 +87,7 @@ class Moments:
         self.total += total
         self.squares += squares
 
-    def add(self, other: Moments) -> None:
+    def join(self, other: Moments) -> None:
         self.count += other.count
         self.nan += other.nan
         self.inf += other.inf
@@ -113,43 +115,61 @@ class Moments:
 def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
     """Compute the statistics of tensors. Reads all chunks, in bounded memory. Errors as in ``Checkpoint.read``."""
 
-    def look(fqn: str, box: Box) -> Moments:
-        moments = Moments()
+    def look(found: Moments, fqn: str, box: Box) -> None:
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            moments.add_block(to_reals(block))
-        return moments
+            found.add_block(to_reals(block))
 
-    found = {fqn: Moments() for fqn in fqns}
-    for fqn, moments in map_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in found}, look, progress):
-        found[fqn].add(moments)
-    return {fqn: moments.stats() for fqn, moments in found.items()}
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
+    return gather_chunks(catalog, nodes, lambda _: Moments(), look, lambda _, found: found.stats(), progress)
 
 
-def map_chunks(
-    catalog: Catalog, nodes: Mapping[str, ArrayNode], look: Callable[[str, Box], P], progress: Progress | None
-) -> list[tuple[str, P]]:
-    """Call ``look`` for the box of every chunk of the nodes, in parallel, and return its results.
+class Part(Protocol):
+    """The numbers of a part of a tensor."""
+
+    def join(self, other: Self, /) -> None: ...
+
+
+def gather_chunks(
+    catalog: Catalog,
+    nodes: Mapping[str, ArrayNode],
+    new: Callable[[str], P],
+    look: Callable[[P, str, Box], None],
+    finish: Callable[[str, P], R],
+    progress: Progress | None,
+) -> dict[str, R]:
+    """Call ``look`` for the box of every chunk of the nodes, in parallel, and join the parts of each node.
 
     At most 8 calls run at a time, and fewer if the memory bound is reached. Each call may take memory for its box in
-    two tensors of the node's dtype.
+    two tensors of the node's dtype. Returns what ``finish`` returns for the joined parts. It is called as soon as a
+    node is complete.
     """
-    budget = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    budget, lock = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES), threading.Lock()
     tally = ByteCounter(sum(node.nbytes for node in nodes.values()), progress)
+    left = {fqn: node.grid.num_chunks for fqn, node in nodes.items()}
+    parts: dict[str, P] = {}
+    found = {fqn: finish(fqn, new(fqn)) for fqn, node in nodes.items() if not node.nbytes}
 
-    def job(fqn: str, box: Box) -> tuple[str, P]:
+    def job(fqn: str, box: Box) -> None:
         nbytes = box.size * nodes[fqn].dtype.itemsize
+        part = new(fqn)
         # Results beyond the range of float64 are inf or NaN, and numpy's warning would add no information.
         with budget.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
-            found = look(fqn, box)
+            look(part, fqn, box)
+            with lock:
+                parts.setdefault(fqn, new(fqn)).join(part)
+                left[fqn] -= 1
+                if not left[fqn]:
+                    found[fqn] = finish(fqn, parts.pop(fqn))
         tally.add(nbytes)
-        return fqn, found
 
     jobs = (
         partial(job, fqn, node.grid.chunk_box(chunk))
         for fqn, node in nodes.items()
+        if node.nbytes
         for chunk in node.grid.chunks_of(node.grid.whole)
     )
-    return run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    return {fqn: found[fqn] for fqn in nodes}
 
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:

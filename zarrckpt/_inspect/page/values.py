@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,7 +12,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.stats import Moments, TensorStats, blocks, gather_chunks, position_in, read_part, to_reals
 from zarrckpt._inspect.sums import NumberArray
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
@@ -74,7 +73,7 @@ class TensorGatherer:
         ``begin`` is the number of the first element in the box, in C order.
         """
         moments = Moments.of(values)
-        self._moments.add(moments)
+        self._moments.join(moments)
         finite = None if moments.finite == moments.count else np.isfinite(values)
         if finite is not None:
             self._note_broken(box, moments.count - moments.finite, position_in(box, begin + int(np.argmin(finite))))
@@ -93,18 +92,13 @@ class TensorGatherer:
 
     def join(self, other: TensorGatherer) -> None:
         """Add the statistics of another part of the tensor."""
-        self._moments.add(other._moments)
+        self._moments.join(other._moments)
         if other._histogram is not None:
             mine = self._histogram
             self._histogram = other._histogram if mine is None else mine.plus(other._histogram)
         self._low = sorted([*self._low, *other._low])[:EXTREMES]
         self._high = sorted([*self._high, *other._high], key=_greatest_first)[:EXTREMES]
         self._broken |= other._broken
-
-    @property
-    def complete(self) -> bool:
-        """Whether all elements of the tensor were added."""
-        return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
 
     def look(self) -> PageStats:
         """Return the statistics."""
@@ -159,30 +153,17 @@ def _extremes_of(
     return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
 
 
-class _Gatherers:
-    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its statistics."""
+class _Sides:
+    """The statistics of one tensor of one checkpoint, or of two, then with the differences."""
 
-    def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
-        self._catalog = catalog
-        self._lock = threading.Lock()
-        self._open: dict[str, TensorGatherer] = {}
-        self.looks: dict[str, PageStats] = {}
-        for fqn in fqns:
-            if not self._node(fqn).nbytes:
-                self.looks[fqn] = PageStats(TensorStats())
+    def __init__(self, nodes: Sequence[ArrayNode]) -> None:
+        self.gatherers = [TensorGatherer(node) for node in nodes]
+        self.differences = DifferenceSums()
 
-    def _node(self, fqn: str) -> ArrayNode:
-        return self._catalog.root.tensors[fqn]
-
-    def part(self, fqn: str) -> TensorGatherer:
-        return TensorGatherer(self._node(fqn))
-
-    def add(self, fqn: str, part: TensorGatherer) -> None:
-        with self._lock:
-            gatherer = self._open.setdefault(fqn, TensorGatherer(self._node(fqn)))
-            gatherer.join(part)
-            if gatherer.complete:
-                self.looks[fqn] = self._open.pop(fqn).look()
+    def join(self, other: _Sides) -> None:
+        for mine, theirs in zip(self.gatherers, other.gatherers, strict=True):
+            mine.join(theirs)
+        self.differences.join(other.differences)
 
 
 def read_stats(
@@ -194,23 +175,23 @@ def read_stats(
     wider tensor, for both checkpoints. Errors as in ``read``.
     """
     one, other = catalogs[0], catalogs[-1]
-    gatherers = [_Gatherers(catalog, fqns) for catalog in catalogs]
-    sums = {fqn: DifferenceSums() for fqn in fqns}
 
-    def look(fqn: str, box: Box) -> DifferenceSums:
-        parts, found, begin = [gatherer.part(fqn) for gatherer in gatherers], DifferenceSums(), 0
+    def look(found: _Sides, fqn: str, box: Box) -> None:
+        begin = 0
         for same in blocks(*(read_part(catalog, fqn, box) for catalog in catalogs), size=_PAGE_BLOCK):
             if len(catalogs) > 1:
-                found.add(same[0], same[1], begin, box)
-            for part, block in zip(parts, same, strict=True):
-                part.take(to_reals(block), begin, box)
+                found.differences.add(same[0], same[1], begin, box)
+            for gatherer, block in zip(found.gatherers, same, strict=True):
+                gatherer.take(to_reals(block), begin, box)
             begin += len(same[0])
-        for gatherer, part in zip(gatherers, parts, strict=True):
-            gatherer.add(fqn, part)
-        return found
 
-    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in fqns}, look, progress):
-        sums[fqn].join(part)
-    compared = sums if len(catalogs) > 1 else {}
-    differences = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in compared.items()}
-    return [gatherer.looks for gatherer in gatherers], differences
+    def finish(fqn: str, part: _Sides) -> tuple[list[PageStats], TensorDifference]:
+        return [gatherer.look() for gatherer in part.gatherers], part.differences.difference(dtypes_of(one, other, fqn))
+
+    def new(fqn: str) -> _Sides:
+        return _Sides([catalog.root.tensors[fqn] for catalog in catalogs])
+
+    nodes = {fqn: choose_wider(one, other, fqn) for fqn in fqns}
+    found = gather_chunks(one, nodes, new, look, finish, progress)
+    looks = [{fqn: sides[number] for fqn, (sides, _) in found.items()} for number in range(len(catalogs))]
+    return looks, {fqn: differing for fqn, (_, differing) in found.items()} if len(catalogs) > 1 else {}
