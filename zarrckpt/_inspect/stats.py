@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -20,6 +20,7 @@ from zarrckpt._read.catalog import Catalog
 
 P = TypeVar("P", bound="Part")
 R = TypeVar("R")
+K = TypeVar("K", bound=Hashable)
 
 _BLOCK = 1 << 13
 """Elements per block. As float64 they fit into the CPU cache, and BLAS starts no threads for this size."""
@@ -131,12 +132,12 @@ class Part(Protocol):
 
 def gather_chunks(
     catalog: Catalog,
-    nodes: Mapping[str, ArrayNode],
-    new: Callable[[str], P],
-    look: Callable[[P, str, Box], None],
-    finish: Callable[[str, P], R],
+    nodes: Mapping[K, ArrayNode],
+    new: Callable[[K], P],
+    look: Callable[[P, K, Box], None],
+    finish: Callable[[K, P], R],
     progress: Progress | None,
-) -> dict[str, R]:
+) -> dict[K, R]:
     """Call ``look`` for the box of every chunk of the nodes, in parallel, and join the parts of each node.
 
     At most 8 calls run at a time, and fewer if the memory bound is reached. Each call may take memory for its box in
@@ -145,31 +146,31 @@ def gather_chunks(
     """
     budget, lock = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES), threading.Lock()
     tally = ByteCounter(sum(node.nbytes for node in nodes.values()), progress)
-    left = {fqn: node.grid.num_chunks for fqn, node in nodes.items()}
-    parts: dict[str, P] = {}
-    found = {fqn: finish(fqn, new(fqn)) for fqn, node in nodes.items() if not node.nbytes}
+    left = {key: node.grid.num_chunks for key, node in nodes.items()}
+    parts: dict[K, P] = {}
+    found = {key: finish(key, new(key)) for key, node in nodes.items() if not node.nbytes}
 
-    def job(fqn: str, box: Box) -> None:
-        nbytes = box.size * nodes[fqn].dtype.itemsize
-        part = new(fqn)
+    def job(key: K, box: Box) -> None:
+        nbytes = box.size * nodes[key].dtype.itemsize
+        part = new(key)
         # Results beyond the range of float64 are inf or NaN, and numpy's warning would add no information.
         with budget.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
-            look(part, fqn, box)
+            look(part, key, box)
             with lock:
-                parts.setdefault(fqn, new(fqn)).join(part)
-                left[fqn] -= 1
-                if not left[fqn]:
-                    found[fqn] = finish(fqn, parts.pop(fqn))
+                parts.setdefault(key, new(key)).join(part)
+                left[key] -= 1
+                if not left[key]:
+                    found[key] = finish(key, parts.pop(key))
         tally.add(nbytes)
 
     jobs = (
-        partial(job, fqn, node.grid.chunk_box(chunk))
-        for fqn, node in nodes.items()
+        partial(job, key, node.grid.chunk_box(chunk))
+        for key, node in nodes.items()
         if node.nbytes
         for chunk in node.grid.chunks_of(node.grid.whole)
     )
     run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
-    return {fqn: found[fqn] for fqn in nodes}
+    return {key: found[key] for key in nodes}
 
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class Histogram:
         for part in (one, two):
             counts[part.first - first : part.end - first] += part.counts
         return Histogram(exponent, first, counts)
+
+    def json(self) -> list[Any]:
+        return [self.exponent, self.first, self.counts.tolist()]
 
     @property
     def end(self) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import Moments, TensorStats, blocks, gather_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.stats import Moments, blocks, gather_chunks, position_in, read_part, to_reals
 from zarrckpt._inspect.sums import NumberArray
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
@@ -33,27 +35,29 @@ Extreme = tuple[float, Ints]
 """A value and its position."""
 
 
-@dataclass(frozen=True)
-class PageStats:
-    """The statistics of one tensor on a page. For complex numbers, those of their absolute values."""
+_MAX_INTEGER = 2**53
+"""Integers from this number on are stored as texts, because JavaScript's numbers have 53 bits."""
 
-    stats: TensorStats
-    histogram: Histogram | None = None
-    """At most SHOWN_BINS bins. None if no element is finite."""
-    bulk: tuple[Histogram, int, int] | None = None
-    """The middle of the values, see :meth:`Histogram.bulk`."""
-    low: tuple[Extreme, ...] = ()
-    """The smallest values, ascending."""
-    high: tuple[Extreme, ...] = ()
-    """The largest values, descending."""
-    sigmas: Mapping[float, float] = field(default_factory=dict)
-    """The distance of each of these values from the mean, in standard deviations. Empty if the deviation is 0."""
-    beyond: int = 0
-    """Number of elements further than six standard deviations from the mean, at the histogram's full resolution."""
-    broken: Mapping[int, int] = field(default_factory=dict)
-    """Number of a chunk, in C order -> number of its elements that are NaN or inf."""
-    first_broken: Ints | None = None
-    """The position of the first NaN or inf of the first chunk that has any."""
+
+@dataclass(frozen=True)
+class PageNumbers:
+    """The JSON of the statistics of the tensors of each side, and the differences of tensors that both sides have."""
+
+    looks: tuple[dict[str, Json], ...]
+    differences: dict[str, TensorDifference]
+
+    def is_broken(self, fqn: str) -> bool:
+        """Whether a tensor has NaN or inf on any side."""
+        return any(any(side[fqn]["stats"][1:3]) for side in self.looks if fqn in side)
+
+
+def number_json(value: float) -> float | str | None:
+    """Return a number for JSON, unrounded. NaN becomes None, infinities and large integers become texts."""
+    if isinstance(value, int):
+        return value if abs(value) < _MAX_INTEGER else str(value)
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
 
 
 class TensorGatherer:
@@ -100,30 +104,32 @@ class TensorGatherer:
         self._high = sorted([*self._high, *other._high], key=_greatest_first)[:EXTREMES]
         self._broken |= other._broken
 
-    def look(self) -> PageStats:
-        """Return the statistics."""
-        stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
-        counts = {chunk: count for chunk, (count, _) in broken.items()}
-        first = next((position for _, position in broken.values()), None)
-        fine = self._histogram
-        if fine is None:
-            return PageStats(stats, broken=counts, first_broken=first)
-        return PageStats(
-            stats,
-            fine.within(SHOWN_BINS),
-            fine.bulk(_TAIL, SHOWN_BINS),
-            tuple(self._low),
-            tuple(self._high),
-            self._sigmas(),
-            fine.beyond(stats.mean - _FAR * stats.std, stats.mean + _FAR * stats.std) if stats.std else 0,
-            counts,
-            first,
-        )
+    def json(self) -> Json:
+        """Return the statistics for the page. For complex numbers, those of their absolute values.
 
-    def _sigmas(self) -> dict[float, float]:
+        ``histogram`` has at most SHOWN_BINS bins, ``bulk`` is as :meth:`Histogram.bulk` returns it. ``low`` and
+        ``high`` are the extreme values, each with its position and its distance from the mean in standard deviations.
+        ``beyond`` counts elements further than six of them, at the histogram's full resolution. ``broken`` has the
+        numbers of chunks, in C order, with their counts of NaN and inf, and ``first_broken`` the position of the first.
+        """
+        stats, fine = self._moments.stats(), self._histogram
+        found: Json = {"stats": [number_json(value) for value in dataclasses.astuple(stats)]}
+        if self._broken:
+            broken = sorted(self._broken.items())[:_MAX_BROKEN]
+            found["broken"] = [(chunk, count) for chunk, (count, _) in broken]
+            found["first_broken"] = broken[0][1][1]
+        if fine is None:
+            return found
         mean, std = self._moments.mean, self._moments.std
-        values = {value for value, _ in (*self._low, *self._high)}
-        return {value: float((Fraction(value) - mean) / Fraction(std)) for value in values} if std else {}
+        for name, items in (("low", self._low), ("high", self._high)):
+            sigmas = (round(float((Fraction(value) - mean) / Fraction(std)), 4) if std else None for value, _ in items)
+            found[name] = [(number_json(item[0]), item[1], sigma) for item, sigma in zip(items, sigmas, strict=True)]
+        far = _FAR * stats.std
+        found["beyond"] = fine.beyond(stats.mean - far, stats.mean + far) if far else 0
+        found["histogram"] = fine.within(SHOWN_BINS).json()
+        if (bulk := fine.bulk(_TAIL, SHOWN_BINS)) is not None:
+            found["bulk"] = [*bulk[0].json(), *bulk[1:]]
+        return found
 
 
 def _greatest_first(item: Extreme) -> tuple[float, Ints]:
@@ -166,32 +172,45 @@ class _Sides:
         self.differences.join(other.differences)
 
 
-def read_stats(
-    catalogs: Sequence[Catalog], fqns: Sequence[str], progress: Progress | None
-) -> tuple[list[dict[str, PageStats]], dict[str, TensorDifference]]:
-    """Compute the statistics of tensors of one checkpoint, or of two, then with their differences.
+def read_numbers(
+    catalogs: Sequence[Catalog],
+    tensors: Sequence[Mapping[str, ArrayNode]],
+    same: Collection[str],
+    progress: Progress | None,
+) -> PageNumbers:
+    """Read all tensors of each catalog once, in bounded memory, and compare those in ``same``.
 
-    Each tensor is read once, in bounded memory. Elements that are NaN or inf are counted by the chunks of the
-    wider tensor, for both checkpoints. Errors as in ``read``.
+    Elements of these that are NaN or inf are counted by the chunks of the wider tensor. Errors as in ``read``.
     """
-    one, other = catalogs[0], catalogs[-1]
+    both = tuple(range(len(catalogs)))
+    nodes = {(fqn, both): choose_wider(catalogs[0], catalogs[-1], fqn) for fqn in same}
+    for side, found in enumerate(tensors):
+        nodes |= {(fqn, (side,)): node for fqn, node in found.items() if fqn not in same}
 
-    def look(found: _Sides, fqn: str, box: Box) -> None:
+    def new(key: _Key) -> _Sides:
+        return _Sides([catalogs[side].root.tensors[key[0]] for side in key[1]])
+
+    def look(found: _Sides, key: _Key, box: Box) -> None:
         begin = 0
-        for same in blocks(*(read_part(catalog, fqn, box) for catalog in catalogs), size=_PAGE_BLOCK):
-            if len(catalogs) > 1:
-                found.differences.add(same[0], same[1], begin, box)
-            for gatherer, block in zip(found.gatherers, same, strict=True):
-                gatherer.take(to_reals(block), begin, box)
-            begin += len(same[0])
+        for block in blocks(*(read_part(catalogs[side], key[0], box) for side in key[1]), size=_PAGE_BLOCK):
+            if len(block) > 1:
+                found.differences.add(block[0], block[1], begin, box)
+            for gatherer, values in zip(found.gatherers, block, strict=True):
+                gatherer.take(to_reals(values), begin, box)
+            begin += len(block[0])
 
-    def finish(fqn: str, part: _Sides) -> tuple[list[PageStats], TensorDifference]:
-        return [gatherer.look() for gatherer in part.gatherers], part.differences.difference(dtypes_of(one, other, fqn))
+    def finish(key: _Key, part: _Sides) -> tuple[list[Json], TensorDifference]:
+        dtypes = dtypes_of(catalogs[key[1][0]], catalogs[key[1][-1]], key[0])
+        return [gatherer.json() for gatherer in part.gatherers], part.differences.difference(dtypes)
 
-    def new(fqn: str) -> _Sides:
-        return _Sides([catalog.root.tensors[fqn] for catalog in catalogs])
+    numbers = PageNumbers(tuple({} for _ in catalogs), {})
+    for (fqn, sides), (looks, differing) in gather_chunks(catalogs[0], nodes, new, look, finish, progress).items():
+        for side, shown in zip(sides, looks, strict=True):
+            numbers.looks[side][fqn] = shown
+        if len(sides) > 1:
+            numbers.differences[fqn] = differing
+    return numbers
 
-    nodes = {fqn: choose_wider(one, other, fqn) for fqn in fqns}
-    found = gather_chunks(one, nodes, new, look, finish, progress)
-    looks = [{fqn: sides[number] for fqn, (sides, _) in found.items()} for number in range(len(catalogs))]
-    return looks, {fqn: differing for fqn, (_, differing) in found.items()} if len(catalogs) > 1 else {}
+
+_Key = tuple[str, tuple[int, ...]]
+"""A tensor's name, and the numbers of its catalogs."""
