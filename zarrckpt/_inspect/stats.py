@@ -61,16 +61,12 @@ class Moments:
     total: Fraction = Fraction()
     squares: Fraction = Fraction()
 
-    @classmethod
-    def of(cls, values: NumberArray) -> Moments:
-        """Return the moments of values, which are as :func:`to_reals` returns them."""
-        found = cls()
+    def add(self, values: NumberArray) -> None:
+        """Add values, which are as :func:`to_reals` returns them."""
         for (block,) in blocks(values):
-            found.add_block(block)
-        return found
+            self._add_block(block)
 
-    def add_block(self, values: NumberArray) -> None:
-        """Add one block of values, which are as :func:`to_reals` returns them."""
+    def _add_block(self, values: NumberArray) -> None:
         finite = values
         if values.dtype.kind == "f" and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
@@ -118,7 +114,7 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
 
     def look(found: Moments, fqn: str, box: Box) -> None:
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            found.add_block(to_reals(block))
+            found.add(to_reals(block))
 
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     return gather_chunks(catalog, nodes, lambda _: Moments(), look, lambda _, found: found.stats(), progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -40,6 +41,8 @@ digits, about 14,000 bits."""
 
 
 def _jsonable(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _jsonable(vars(value))
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

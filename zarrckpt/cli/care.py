@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -50,7 +49,7 @@ def verify_command(
     with out.progress_bar("verifying") as progress:
         report = ckpt.verify(quick=quick, progress=progress)
     if as_json:
-        out.print_json(dataclasses.asdict(report))
+        out.print_json(report)
     else:
         out.print_table(
             ("object", "entry", "damage"), [(d.key, d.fqn or "-", d.reason) for d in report.damages], header
@@ -80,7 +79,7 @@ def doctor_command(
 
     found = params.call_in_run(examine, url, storage_options, **in_run)
     if as_json:
-        out.print_json(dataclasses.asdict(found))
+        out.print_json(found)
     else:
         out.print_line(found.state)
         for line in found.findings or (() if found.advice else ("Nothing to do.",)):
@@ -111,7 +110,7 @@ def recover_command(
     """
     report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
     if as_json:
-        out.print_json(dataclasses.asdict(report))
+        out.print_json(report)
     for part in report.checkpoints or (report,):
         name = f"{part.url.rpartition('/')[2]}: " if report.checkpoints else ""
         for line in _recovered_lines(part) if part.error or not as_json else ():

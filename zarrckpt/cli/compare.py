@@ -52,7 +52,7 @@ def stats_command(
     if sort != "name":
         found = dict(sorted(found.items(), key=lambda item: -_sortable(item[1], sort)))
     if as_json:
-        out.print_json({fqn: dataclasses.asdict(item) for fqn, item in found.items()})
+        out.print_json(found)
     else:
         columns = ("name", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf")
         rows = []
@@ -111,7 +111,7 @@ def diff_command(
             found, tensors=_by_change(found.tensors, sort), groups=_by_change(found.groups, sort)
         )
     if as_json:
-        out.print_json(dataclasses.asdict(found))
+        out.print_json(found)
     else:
         _print_difference(found, everything, groups, header)
     click.get_current_context().exit(0 if found else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -80,7 +79,7 @@ def export_command(
             export = zarrckpt.to_torch_save if kind == "torch" else zarrckpt.to_dcp
             report = export(part, target, progress=progress, **options)
     if as_json:
-        out.print_json(dataclasses.asdict(report))
+        out.print_json(report)
         return
     values = f", {count_text(report.values, 'value')}" if report.values else ""
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
@@ -129,6 +128,6 @@ def import_command(
             progress=progress,
         )
     if as_json:
-        out.print_json(dataclasses.asdict(report))
+        out.print_json(report)
     else:
         out.print_line(f"{size_text(report.nbytes)} saved to {report.url}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -108,7 +107,7 @@ def cp_command(
             ckpt, target, overwrite=overwrite, storage_options=target_options, progress=bar, **options
         )
     if as_json:
-        out.print_json(dataclasses.asdict(report))
+        out.print_json(report)
         return
     out.print_line(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
     print_uncast(report.uncast)

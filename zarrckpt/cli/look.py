@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,7 +186,7 @@ def info_command(url: params.Url, storage_options: params.StorageOptions, as_jso
     """
     found = params.open_checkpoint(url, storage_options).info
     if as_json:
-        out.print_json(dataclasses.asdict(found))
+        out.print_json(found)
         return
     rows = _info_rows(found)
     width = max(len(name) for name, _ in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any
 
 import click
@@ -54,7 +53,7 @@ def report_command(
     with out.progress_bar("reading") as progress:
         found = zarrckpt.report(ckpt, output, another, **options, progress=progress)
     if as_json:
-        out.print_json(dataclasses.asdict(found))
+        out.print_json(found)
         return
     out.print_line(f"{found.path}: {count_text(found.tensors, 'tensor')}, {size_text(found.nbytes)}")
     if found.broken:

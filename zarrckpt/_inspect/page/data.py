@@ -71,7 +71,10 @@ def page_data(
         "values": found is not None,
         "sides": [_side(side, part) for side, part in zip(sides, layouts, strict=True)],
         "tensors": tensors,
-        "entries": [_entry_json(fqn, sides, fqn in changed) for fqn in others],
+        "entries": [
+            {"name": fqn, "sides": [_entry_json(side, fqn) for side in sides], "changed": fqn in changed}
+            for fqn in others
+        ],
     }
 
 
@@ -83,12 +86,8 @@ def _side(side: PageCheckpoint, layouts: Layouts) -> Json:
     if part:
         info["reused"] = None  # it counts the whole checkpoint
     info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
-    return {
-        "info": info,
-        "layouts": layouts.found,
-        "ranks": layouts.rank_bytes(root.arrays(side.names)),
-        "part": part,
-    }
+    ranks = layouts.rank_bytes(root.arrays(side.names))
+    return {"info": info, "layouts": layouts.found, "ranks": ranks, "part": part}
 
 
 def _tensor_json(
@@ -108,11 +107,7 @@ def _tensor_json(
     if any(fqn in side.objects for side in sides):
         tensor["value"] = True
     if in_both and found is not None:
-        measures = dataclasses.asdict(found.differences[fqn])
-        dtypes = measures.pop("dtypes")
-        position = measures.pop("max_abs_at")
-        numbers = {name: number_json(value) for name, value in measures.items()}
-        tensor["difference"] = {**numbers, "dtypes": dtypes, "max_abs_at": position}
+        tensor["difference"] = found.differences[fqn]
     elif in_both and len({node.dtype for node in nodes if node is not None}) == 1:
         tensor["equal"] = _equal_bytes(sides, fqn)
     return tensor
@@ -127,20 +122,11 @@ def _equal_bytes(sides: Sequence[PageCheckpoint], fqn: str) -> bool | None:
     return True if equal else False if one.compression is None else None
 
 
-def _entry_json(fqn: str, sides: Sequence[PageCheckpoint], changed: bool) -> Json:
-    shown = [_side_of_entry(side, fqn) for side in sides]
-    return {"name": fqn, "sides": shown, "changed": changed}
-
-
-def _side_of_entry(side: PageCheckpoint, fqn: str) -> Json | None:
-    if fqn in side.objects:
-        return _value(side, fqn)
-    node = side.tensors.get(fqn)
-    return None if node is None else {"type": "tensor", "tensor": f"{node.dtype.name} {node.grid.shape}"}
-
-
-def _value(side: PageCheckpoint, fqn: str) -> Json:
+def _entry_json(side: PageCheckpoint, fqn: str) -> Json | None:
     """Return a value as Python's text, or the size of a blob, which is not read."""
+    if fqn not in side.objects:
+        node = side.tensors.get(fqn)
+        return None if node is None else {"type": "tensor", "tensor": f"{node.dtype.name} {node.grid.shape}"}
     entry = side.catalog.root.non_tensors[fqn]
     if isinstance(entry, BlobEntry):
         return {"type": entry.kind or "", "encoding": entry.encoding, "nbytes": entry.array.nbytes}

@@ -12,7 +12,7 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
+from zarrckpt._inspect.differences import DifferenceSums, choose_wider, dtypes_of
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.stats import Moments, blocks, gather_chunks, position_in, read_part, to_reals
 from zarrckpt._inspect.sums import NumberArray
@@ -44,7 +44,7 @@ class PageNumbers:
     """The JSON of the statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
     looks: tuple[dict[str, Json], ...]
-    differences: dict[str, TensorDifference]
+    differences: dict[str, Json]
 
     def is_broken(self, fqn: str) -> bool:
         """Whether a tensor has NaN or inf on any side."""
@@ -76,7 +76,8 @@ class TensorGatherer:
 
         ``begin`` is the number of the first element in the box, in C order.
         """
-        moments = Moments.of(values)
+        moments = Moments()
+        moments.add(values)
         self._moments.join(moments)
         finite = None if moments.finite == moments.count else np.isfinite(values)
         if finite is not None:
@@ -199,9 +200,13 @@ def read_numbers(
                 gatherer.take(to_reals(values), begin, box)
             begin += len(block[0])
 
-    def finish(key: _Key, part: _Sides) -> tuple[list[Json], TensorDifference]:
+    def finish(key: _Key, part: _Sides) -> tuple[list[Json], Json]:
         dtypes = dtypes_of(catalogs[key[1][0]], catalogs[key[1][-1]], key[0])
-        return [gatherer.json() for gatherer in part.gatherers], part.differences.difference(dtypes)
+        measures = vars(part.differences.difference(dtypes))
+        numbers = {
+            name: number_json(value) if isinstance(value, int | float) else value for name, value in measures.items()
+        }
+        return [gatherer.json() for gatherer in part.gatherers], numbers
 
     numbers = PageNumbers(tuple({} for _ in catalogs), {})
     for (fqn, sides), (looks, differing) in gather_chunks(catalogs[0], nodes, new, look, finish, progress).items():
