@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a function a command. The annotation of each parameter has its option: ``Annotated[bool, option(...)]``."""
+    """Make a function a command. The annotation of each parameter has its option: ``Annotated[bool, flag(...)]``."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         hints = get_type_hints(function, include_extras=True)
         for parameter in reversed(function.__annotations__):
             if parameter != "return":
-                hints[parameter].__metadata__[0](function)  # adds its options to the function
+                hints[parameter].__metadata__[0](parameter)(function)  # adds the option to the function
         return click.command(name, cls=click.Command, **settings)(function)
 
     return decorate
@@ -46,53 +46,61 @@ def parse_options(ctx: click.Context, param: click.Parameter, given: Sequence[st
     return found or None
 
 
-def _store_option(*names: str, help_text: str) -> Callable[[F], F]:
-    return click.option(*names, metavar="NAME=VALUE", multiple=True, callback=parse_options, help=help_text)
+Declaration = Callable[[str], Callable[[Any], Any]]
+"""Returns a decorator of click for the name of a parameter."""
 
 
-def storage_option(*letters: str) -> Callable[[F], F]:
+def argument(metavar: str | None = None, **settings: Any) -> Declaration:
+    return lambda name: click.argument(name, metavar=metavar, **settings)
+
+
+def option(text: str, *names: str, **settings: Any) -> Declaration:
+    """Return an option with a help text. Without names, it has the name of the parameter."""
+    return lambda name: click.option(*names or [f"--{name.replace('_', '-')}"], name, help=text, **settings)
+
+
+def flag(text: str, *names: str) -> Declaration:
+    return option(text, *names, is_flag=True)
+
+
+def store_option(text: str, *names: str) -> Declaration:
+    return option(text, *names, metavar="NAME=VALUE", multiple=True, callback=parse_options)
+
+
+def storage_option(*letters: str) -> Declaration:
     """Return ``--storage-option``, the options of the store of a command's first url."""
     text = f"An option of the store, as in storage_options= (repeatable), for example {letters[0]} "
-    text += "endpoint_url=http://localhost:9000"
-    return _store_option("--storage-option", *letters, "storage_options", help_text=text)
+    return store_option(f"{text}endpoint_url=http://localhost:9000", "--storage-option", *letters)
 
 
-def target_option(help_text: str) -> Callable[[F], F]:
+def target_option(text: str) -> Declaration:
     """Return ``--target-option``, for commands with a second url."""
-    return _store_option("--target-option", "-t", "target_options", help_text=help_text)
+    return store_option(text, "--target-option", "-t")
 
 
-def run_options(function: F) -> F:
-    """Add ``--step``, ``--best`` and ``--mode``, for commands that accept the url of a run, see :func:`call_in_run`."""
-    step = click.option(
-        "--step", type=click.IntRange(0), help="For a run: the checkpoint of this step (default: the newest)."
-    )
+def run_options(_: str) -> Callable[[F], F]:
+    """Return ``--step``, ``--best`` and ``--mode``, for commands that accept the url of a run: :func:`call_in_run`."""
+    text = "For a run: the checkpoint of this step (default: the newest)."
+    step = click.option("--step", type=click.IntRange(0), help=text)
     best = click.option("--best", metavar="METRIC", help="For a run: the checkpoint with the best metric.")
     text = "Whether the smallest or the greatest metric is the best."
     mode = click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help=text)
-    return step(best(mode(function)))
+    return lambda function: step(best(mode(function)))
 
 
 _PORTABLE = "Store bfloat16 and float8 as unsigned integers, for readers that know neither."
 
-Url = Annotated[str, click.argument("url")]
-Patterns = Annotated[tuple[str, ...], click.argument("patterns", nargs=-1, metavar="[PATTERN]...")]
-Include = Annotated[
-    tuple[str, ...],
-    click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable)."),
-]
-Exclude = Annotated[
-    tuple[str, ...], click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
-]
-Portable = Annotated[bool, click.option("--portable", "portable_dtypes", is_flag=True, help=_PORTABLE)]
-Replace = Annotated[bool, click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")]
-Header = Annotated[
-    bool, click.option("--header", is_flag=True, help="Print the names of the columns, also into a pipe.")
-]
+Names = tuple[str, ...]
+Url = Annotated[str, argument()]
+Patterns = Annotated[Names, argument("[PATTERN]...", nargs=-1)]
+Include = Annotated[Names, option("Only these entries (repeatable).", multiple=True, metavar="PATTERN")]
+Exclude = Annotated[Names, option("All except these (repeatable).", multiple=True, metavar="PATTERN")]
+Portable = Annotated[bool, flag(_PORTABLE, "--portable")]
+Replace = Annotated[bool, flag("Replace an existing checkpoint.")]
+Header = Annotated[bool, flag("Print the names of the columns, also into a pipe.")]
 StorageOptions = Annotated[Any, storage_option("-o", "-O")]
-AsJson = Annotated[bool, click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")]
+AsJson = Annotated[bool, flag("Print JSON, for scripts.", "--json")]
 InRun = Annotated[Any, run_options]
-
 
 _SKIPPED = "zarrckpt.skipped"
 

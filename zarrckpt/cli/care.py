@@ -12,6 +12,7 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag
 from zarrckpt.cli._wording import in_options
 
 if TYPE_CHECKING:
@@ -25,10 +26,7 @@ _STOPPED = "Delete all uncommitted saves. Only if no save to this url is running
 @params.command("verify")
 def verify_command(
     url: params.Url,
-    quick: Annotated[
-        bool,
-        click.option("--quick", is_flag=True, help="Only list the objects, and find missing ones and wrong sizes."),
-    ],
+    quick: Annotated[bool, flag("Only list the objects, and find missing ones and wrong sizes.")],
     header: params.Header,
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
@@ -94,7 +92,7 @@ def doctor_command(
 @params.command("recover")
 def recover_command(
     url: params.Url,
-    stopped: Annotated[bool, click.option("--stopped", is_flag=True, help=_STOPPED)],
+    stopped: Annotated[bool, flag(_STOPPED)],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
 ) -> None:
@@ -134,8 +132,8 @@ def _recovered_lines(report: RecoverReport) -> Iterator[str]:
 
 @params.command("rm")
 def rm_command(
-    urls: Annotated[tuple[str, ...], click.argument("urls", metavar="URL...", nargs=-1, required=True)],
-    yes: Annotated[bool, click.option("--yes", "-y", is_flag=True, help="Do not ask.")],
+    urls: Annotated[tuple[str, ...], argument("URL...", nargs=-1, required=True)],
+    yes: Annotated[bool, flag("Do not ask.", "--yes", "-y")],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
 ) -> None:

@@ -13,6 +13,7 @@ import zarrckpt
 from zarrckpt._reports import count_text, share_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option, target_option
 
 if TYPE_CHECKING:
     from zarrckpt._inspect.differences import Difference, Measures, TensorDifference
@@ -22,8 +23,6 @@ M = TypeVar("M", bound="Measures")
 
 _CHANGES = ("name", "unequal", "not_finite", "new_nan", "max_abs", "max_rel", "rel_norm", "cosine")
 _SORT = "Order by this column, largest first; name: as saved."
-_SORT_CHANGES = "Most changed first; name: as saved."
-_GROUPS = "Show totals by the first part of the names instead of the tensors."
 _TARGET = "An option of B's store (default: A's options, except for a local path; -o is for A's)."
 _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 
@@ -32,7 +31,7 @@ _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 def stats_command(
     url: params.Url,
     patterns: params.Patterns,
-    sort: Annotated[str, click.option("--sort", type=click.Choice(_ORDERS), default="name", help=_SORT)],
+    sort: Annotated[str, option(_SORT, type=click.Choice(_ORDERS), default="name")],
     header: params.Header,
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
@@ -75,13 +74,13 @@ def _sortable(item: TensorStats, column: str) -> float:
 
 @params.command("diff")
 def diff_command(
-    one: Annotated[str, click.argument("one", metavar="A")],
-    other: Annotated[str, click.argument("other", metavar="B")],
+    one: Annotated[str, argument("A")],
+    other: Annotated[str, argument("B")],
     patterns: params.Patterns,
-    everything: Annotated[bool, click.option("--all", "everything", is_flag=True, help="List equal tensors too.")],
-    sort: Annotated[str, click.option("--sort", type=click.Choice(_CHANGES), default="name", help=_SORT_CHANGES)],
-    groups: Annotated[bool, click.option("--groups", is_flag=True, help=_GROUPS)],
-    target_options: Annotated[Any, params.target_option(_TARGET)],
+    everything: Annotated[bool, flag("List equal tensors too.", "--all")],
+    sort: Annotated[str, option("Most changed first; name: as saved.", type=click.Choice(_CHANGES), default="name")],
+    groups: Annotated[bool, flag("Show totals by the first part of the names instead of the tensors.")],
+    target_options: Annotated[Any, target_option(_TARGET)],
     header: params.Header,
     storage_options: params.StorageOptions,
     as_json: params.AsJson,

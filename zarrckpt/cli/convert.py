@@ -11,7 +11,8 @@ import zarrckpt
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
-from zarrckpt.cli.copy import dtype, pattern_option, print_uncast
+from zarrckpt.cli._params import argument, flag, option
+from zarrckpt.cli.copy import POSITIVE, dtype, pattern_option, print_uncast
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
 _FORMATS = ("safetensors", "torch", "dcp")
@@ -19,29 +20,21 @@ _DEFAULT = "Default: torch if TARGET ends in .pt, .pth or .bin, otherwise safete
 _STRIP = "Remove it from the names: model.embed -> embed."
 _CAST = "Cast floating tensors, as in cp. Only for safetensors."
 _MAX_FILE = "Maximum size of each safetensors file in a folder."
-_PICKLED = "Run the code of values that were saved pickled."
 _PREFIX = "Save all entries below a key: embed -> model.embed."
-_COMPRESS = "Compress the tensors."
-_CODE = "Run the code of values (torch.save, DCP) that need it."
 
 
 @params.command("export")
 def export_command(
     url: params.Url,
-    target: Annotated[str, click.argument("target")],
+    target: Annotated[str, argument()],
     patterns: params.Patterns,
-    format_: Annotated[str | None, click.option("--format", "format_", type=click.Choice(_FORMATS), help=_DEFAULT)],
+    format_: Annotated[str | None, option(_DEFAULT, "--format", type=click.Choice(_FORMATS))],
     exclude: params.Exclude,
-    strip: Annotated[str, click.option("--strip", default="", metavar="PREFIX", help=_STRIP)],
-    dtypes: Annotated[Any, pattern_option("--dtype", "dtypes", parse=dtype, metavar="[PATTERN=]DTYPE", help=_CAST)],
-    max_file_gb: Annotated[
-        float,
-        click.option(
-            "--max-file-gb", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help=_MAX_FILE
-        ),
-    ],
-    overwrite: Annotated[bool, click.option("--overwrite", is_flag=True, help="Replace existing files.")],
-    allow_pickle: Annotated[bool, click.option("--allow-pickle", is_flag=True, help=_PICKLED)],
+    strip: Annotated[str, option(_STRIP, default="", metavar="PREFIX")],
+    dtypes: Annotated[Any, pattern_option(_CAST, "--dtype", parse=dtype, metavar="[PATTERN=]DTYPE")],
+    max_file_gb: Annotated[float, option(_MAX_FILE, type=POSITIVE, default=5.0, show_default=True)],
+    overwrite: Annotated[bool, flag("Replace existing files.")],
+    allow_pickle: Annotated[bool, flag("Run the code of values that were saved pickled.")],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
     **in_run: params.InRun,
@@ -91,16 +84,14 @@ def export_command(
 
 @params.command("import")
 def import_command(
-    source: Annotated[str, click.argument("source")],
+    source: Annotated[str, argument()],
     url: params.Url,
     patterns: params.Patterns,
-    prefix: Annotated[str, click.option("--prefix", default="", metavar="KEY", help=_PREFIX)],
-    compression: Annotated[
-        str | None, click.option("--compression", type=click.Choice(["zstd", "blosc"]), help=_COMPRESS)
-    ],
+    prefix: Annotated[str, option(_PREFIX, default="", metavar="KEY")],
+    compression: Annotated[str | None, option("Compress the tensors.", type=click.Choice(["zstd", "blosc"]))],
     portable_dtypes: params.Portable,
     overwrite: params.Replace,
-    allow_pickle: Annotated[bool, click.option("--allow-pickle", is_flag=True, help=_CODE)],
+    allow_pickle: Annotated[bool, flag("Run the code of values (torch.save, DCP) that need it.")],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import click
 
@@ -11,8 +11,9 @@ import zarrckpt
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import Declaration, argument, option, target_option
 
-F = TypeVar("F", bound=Callable[..., Any])
+POSITIVE = click.FloatRange(0, min_open=True)
 
 _CHUNKS = "New shape of chunks, for example 1024,-1 (-1: the whole dimension)."
 _MAX_CHUNK = "New chunks of at most this size, as a save by one process chooses them."
@@ -25,7 +26,7 @@ _COMPRESSIONS = {None: "keep", "none": None}
 """The arguments of ``zarrckpt.copy`` for words that are not names of codecs."""
 
 
-def pattern_option(*names: str, parse: Callable[[str], Any], metavar: str, help: str) -> Callable[[F], F]:
+def pattern_option(text: str, *names: str, parse: Callable[[str], Any], metavar: str) -> Declaration:
     """Return a repeatable option whose value is None, one parsed value, or a mapping pattern -> parsed value."""
 
     def parsed(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> Any:
@@ -40,7 +41,7 @@ def pattern_option(*names: str, parse: Callable[[str], Any], metavar: str, help:
         except (TypeError, ValueError) as err:
             raise click.BadParameter(str(err)) from err
 
-    return click.option(*names, metavar=metavar, multiple=True, callback=parsed, help=help)
+    return option(text, *names, metavar=metavar, multiple=True, callback=parsed)
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -63,22 +64,17 @@ def dtype(text: str) -> str:
 
 @params.command("cp")
 def cp_command(
-    source: Annotated[str, click.argument("source", metavar="A")],
-    target: Annotated[str, click.argument("target", metavar="B")],
+    source: Annotated[str, argument("A")],
+    target: Annotated[str, argument("B")],
     include: params.Include,
     exclude: params.Exclude,
-    chunks: Annotated[Any, pattern_option("--chunks", parse=shape, metavar="[PATTERN=]SHAPE", help=_CHUNKS)],
-    max_chunk_mb: Annotated[
-        float | None,
-        click.option("--max-chunk-mb", metavar="MB", type=click.FloatRange(0, min_open=True), help=_MAX_CHUNK),
-    ],
-    dtype: Annotated[Any, pattern_option("--dtype", parse=dtype, metavar="[PATTERN=]DTYPE", help=_DTYPE)],
-    compression: Annotated[
-        str | None, click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help=_COMPRESSION)
-    ],
+    chunks: Annotated[Any, pattern_option(_CHUNKS, parse=shape, metavar="[PATTERN=]SHAPE")],
+    max_chunk_mb: Annotated[float | None, option(_MAX_CHUNK, metavar="MB", type=POSITIVE)],
+    dtype: Annotated[Any, pattern_option(_DTYPE, parse=dtype, metavar="[PATTERN=]DTYPE")],
+    compression: Annotated[str | None, option(_COMPRESSION, type=click.Choice(["zstd", "blosc", "none"]))],
     portable_dtypes: params.Portable,
     overwrite: params.Replace,
-    target_options: Annotated[Any, params.target_option("An option of B's store (-o is for A's).")],
+    target_options: Annotated[Any, target_option("An option of B's store (-o is for A's).")],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
     **in_run: params.InRun,

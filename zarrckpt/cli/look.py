@@ -13,6 +13,7 @@ from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, print
 from zarrckpt._reports import count_text, share_text, size_text, software_text, time_text, value_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -27,7 +28,7 @@ _ALL = "For a folder: show all metadata, not only the rules' metric."
 def ls_command(
     url: params.Url,
     patterns: params.Patterns,
-    all_metadata: Annotated[bool, click.option("--all", "all_metadata", is_flag=True, help=_ALL)],
+    all_metadata: Annotated[bool, flag(_ALL, "--all")],
     header: params.Header,
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
@@ -92,9 +93,7 @@ def _entry_json(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
 def tree_command(
     url: params.Url,
     patterns: params.Patterns,
-    depth: Annotated[
-        int | None, click.option("--depth", type=click.IntRange(1), help="Number of levels to show (default: all).")
-    ],
+    depth: Annotated[int | None, option("Number of levels to show (default: all).", type=click.IntRange(1))],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
 ) -> None:
@@ -283,8 +282,8 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
 @params.command("cat", context_settings={"ignore_unknown_options": True})
 def cat_command(
     url: params.Url,
-    key: Annotated[str, click.argument("key")],
-    slice_: Annotated[str | None, click.argument("slice_", metavar="[SLICE]", required=False)],
+    key: Annotated[str, argument()],
+    slice_: Annotated[str | None, argument("[SLICE]", required=False)],
     storage_options: params.StorageOptions,
     as_json: params.AsJson,
 ) -> None:

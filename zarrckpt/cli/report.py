@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import click
-
 import zarrckpt
 from zarrckpt._reports import count_text, size_text
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option, storage_option, target_option
 
 _NAMED = 5
 _FILE = "File of the page."
-_LAYOUT = "Show only the layout, and read no tensor."
 _TARGET = "An option of OTHER's store (default: URL's options, except for a local path)."
 
 
 @params.command("report")
 def report_command(
     url: params.Url,
-    other: Annotated[str | None, click.argument("other", required=False, metavar="[OTHER]")],
-    output: Annotated[
-        str,
-        click.option("--output", "-o", default="report.html", show_default=True, metavar="FILE", help=_FILE),
-    ],
+    other: Annotated[str | None, argument("[OTHER]", required=False)],
+    output: Annotated[str, option(_FILE, "--output", "-o", default="report.html", show_default=True, metavar="FILE")],
     include: params.Include,
     exclude: params.Exclude,
-    no_values: Annotated[bool, click.option("--no-values", is_flag=True, help=_LAYOUT)],
-    overwrite: Annotated[
-        bool, click.option("--overwrite", "--force", "-f", is_flag=True, help="Replace an existing page.")
-    ],
-    target_options: Annotated[Any, params.target_option(_TARGET)],
-    storage_options: Annotated[Any, params.storage_option("-O")],
+    no_values: Annotated[bool, flag("Show only the layout, and read no tensor.")],
+    overwrite: Annotated[bool, flag("Replace an existing page.", "--overwrite", "--force", "-f")],
+    target_options: Annotated[Any, target_option(_TARGET)],
+    storage_options: Annotated[Any, storage_option("-O")],
     as_json: params.AsJson,
 ) -> None:
     """Write an HTML page of a checkpoint, or of its comparison with OTHER. The page needs no network.
