@@ -90,11 +90,10 @@ def run_options(_: str) -> Callable[[F], F]:
 
 _PORTABLE = "Store bfloat16 and float8 as unsigned integers, for readers that know neither."
 
-Names = tuple[str, ...]
 Url = Annotated[str, argument()]
-Patterns = Annotated[Names, argument("[PATTERN]...", nargs=-1)]
-Include = Annotated[Names, option("Only these entries (repeatable).", multiple=True, metavar="PATTERN")]
-Exclude = Annotated[Names, option("All except these (repeatable).", multiple=True, metavar="PATTERN")]
+Patterns = Annotated[tuple[str, ...], argument("[PATTERN]...", nargs=-1)]
+Include = Annotated[tuple[str, ...], option("Only these entries (repeatable).", multiple=True, metavar="PATTERN")]
+Exclude = Annotated[tuple[str, ...], option("All except these (repeatable).", multiple=True, metavar="PATTERN")]
 Portable = Annotated[bool, flag(_PORTABLE, "--portable")]
 Replace = Annotated[bool, flag("Replace an existing checkpoint.")]
 Header = Annotated[bool, flag("Print the names of the columns, also into a pipe.")]

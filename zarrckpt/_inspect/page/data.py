@@ -15,7 +15,7 @@ from zarrckpt._format.root import BlobEntry
 from zarrckpt._inspect.differences import choose_wider
 from zarrckpt._inspect.info import CheckpointInfo
 from zarrckpt._inspect.page.layout import Layouts
-from zarrckpt._inspect.page.values import PageNumbers, number_json
+from zarrckpt._inspect.page.values import PageStats, number_json
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import value_text
 from zarrckpt._version import __version__
@@ -48,7 +48,7 @@ def page_data(
     sides: Sequence[PageCheckpoint],
     same: Sequence[str],
     changed: Mapping[str, tuple[str, str]],
-    found: PageNumbers | None,
+    found: PageStats | None,
 ) -> Json:
     """Return the JSON of a page.
 
@@ -91,7 +91,7 @@ def _side(side: PageCheckpoint, layouts: Layouts) -> Json:
 
 
 def _tensor_json(
-    fqn: str, sides: Sequence[PageCheckpoint], layouts: Sequence[Layouts], found: PageNumbers | None, in_both: bool
+    fqn: str, sides: Sequence[PageCheckpoint], layouts: Sequence[Layouts], found: PageStats | None, in_both: bool
 ) -> Json:
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1

@@ -40,7 +40,7 @@ _MAX_INTEGER = 2**53
 
 
 @dataclass(frozen=True)
-class PageNumbers:
+class PageStats:
     """The JSON of the statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
     looks: tuple[dict[str, Json], ...]
@@ -178,7 +178,7 @@ def read_numbers(
     tensors: Sequence[Mapping[str, ArrayNode]],
     same: Collection[str],
     progress: Progress | None,
-) -> PageNumbers:
+) -> PageStats:
     """Read all tensors of each catalog once, in bounded memory, and compare those in ``same``.
 
     Elements of these that are NaN or inf are counted by the chunks of the wider tensor. Errors as in ``read``.
@@ -208,7 +208,7 @@ def read_numbers(
         }
         return [gatherer.json() for gatherer in part.gatherers], numbers
 
-    numbers = PageNumbers(tuple({} for _ in catalogs), {})
+    numbers = PageStats(tuple({} for _ in catalogs), {})
     for (fqn, sides), (looks, differing) in gather_chunks(catalogs[0], nodes, new, look, finish, progress).items():
         for side, shown in zip(sides, looks, strict=True):
             numbers.looks[side][fqn] = shown
