@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zarrckpt._errors import CheckpointError, one_line
+from zarrckpt.cli._streams import echo
 
 if TYPE_CHECKING:
     from zarrckpt._jobs import Progress
-
-
-def echo(text: str, err: bool = False) -> None:
-    """Print a text. The stream is passed, because click prints UTF-8 if it finds that its encoding is ASCII."""
-    click.echo(text, sys.stderr if err else sys.stdout)
 
 
 def print_line(text: str, err: bool = False) -> None:

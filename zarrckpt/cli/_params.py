@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 
@@ -23,10 +24,10 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., None]], click
     """Make a function a command. The annotation of each parameter has its option: ``Annotated[bool, flag(...)]``."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        hints = get_type_hints(function, include_extras=True)
-        for parameter in reversed(function.__annotations__):
+        # Not typing.get_type_hints, which takes three times as long, and --help reads all commands.
+        for parameter, hint in reversed(inspect.get_annotations(function, eval_str=True).items()):
             if parameter != "return":
-                hints[parameter].__metadata__[0](parameter)(function)  # adds the option to the function
+                hint.__metadata__[0](parameter)(function)  # adds the option to the function
         return click.command(name, cls=click.Command, **settings)(function)
 
     return decorate

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import click
+
 from zarrckpt._errors import StorageError
 
 if TYPE_CHECKING:
@@ -68,3 +70,8 @@ def prepare_streams() -> None:
         file = io.BufferedWriter(_Output(old.fileno(), silent=silent))
         stream = io.TextIOWrapper(file, old.encoding, "backslashreplace", line_buffering=old.line_buffering)
         setattr(sys, name, stream)
+
+
+def echo(text: str, err: bool = False) -> None:
+    """Print a text. The stream is passed, because click prints UTF-8 if it finds that its encoding is ASCII."""
+    click.echo(text, sys.stderr if err else sys.stdout)

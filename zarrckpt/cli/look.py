@@ -14,6 +14,7 @@ from zarrckpt._reports import count_text, share_text, size_text, software_text, 
 from zarrckpt.cli import _output as out
 from zarrckpt.cli import _params as params
 from zarrckpt.cli._params import argument, flag, option
+from zarrckpt.cli._streams import echo
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -311,7 +312,7 @@ def cat_command(
         return
     text = value_text(found)
     more = f"\n... {len(text) - _MAX_SHOWN:,} characters more, --json has all" if len(text) > _MAX_SHOWN else ""
-    out.echo(printable(text[:_MAX_SHOWN]) + more)
+    echo(printable(text[:_MAX_SHOWN]) + more)
 
 
 _MAX_SHOWN = 4000
@@ -334,15 +335,15 @@ def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -
         with out.progress_bar("reading") as progress:
             stats = ckpt.stats(key, progress=progress)[key]
         words = ("min", "max", "mean", "std", "norm")
-        out.echo("  ".join(f"{word} {out.format_number(getattr(stats, word))}" for word in words))
-        out.echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
+        echo("  ".join(f"{word} {out.format_number(getattr(stats, word))}" for word in words))
+        echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
         if part.shape != found.shape:
-            out.echo(f"[{', '.join(f':{stop.stop}' for stop in index)}]")
+            echo(f"[{', '.join(f':{stop.stop}' for stop in index)}]")
     if not part.size and found.size:
-        out.echo(f"no elements: this part has the shape {part.shape}")
+        echo(f"no elements: this part has the shape {part.shape}")
         return
     with np.printoptions(threshold=4096, edgeitems=4, linewidth=120, precision=5):
-        out.echo(str(part if part.dtype.kind in "biufc" else part.astype(np.float32)))
+        echo(str(part if part.dtype.kind in "biufc" else part.astype(np.float32)))
 
 
 def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
