@@ -9,7 +9,7 @@ from zarrckpt._format.matching import select
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._inspect.differences import Difference, comparable, tensor_differences
 from zarrckpt._inspect.info import entry_texts
-from zarrckpt._inspect.value_changes import comparison_key, describe_change
+from zarrckpt._inspect.value_changes import describe_change
 from zarrckpt._jobs import Progress
 from zarrckpt._read.selection import Selection, catalog_of, open_selection
 from zarrckpt._store import Url
@@ -72,8 +72,7 @@ def _describe_entries(one: Selection, other: Selection, fqn: str) -> tuple[str, 
     """Describe the difference of an entry other than two comparable tensors, or return None."""
     a, b = catalog_of(one).root.entries[fqn], catalog_of(other).root.entries[fqn]
     if isinstance(a, ValueEntry) and isinstance(b, ValueEntry):
-        values = one[fqn], other[fqn]
-        return None if comparison_key(values[0]) == comparison_key(values[1]) else describe_change(*values)
+        return describe_change(one[fqn], other[fqn])
     texts = _describe_entry(one, fqn), _describe_entry(other, fqn)
     if not (isinstance(a, BlobEntry) and isinstance(b, BlobEntry)):
         return texts

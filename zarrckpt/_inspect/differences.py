@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import add
 from typing import Any
 
 import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.exact import Exact, NumberArray, Scaled, dot, dot_integers, root, scale
-from zarrckpt._inspect.stats import blocks, doubles, map_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.stats import blocks, doubles, gather_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.sums import NumberArray, dot, root, shift
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
-
-Comparison = tuple[NumberArray, NumberArray, tuple[Exact, Exact, Exact, Exact]]
-"""Absolute and relative differences of elements, and sums: of products, of both squares and of squared differences."""
 
 
 @dataclass(frozen=True)
@@ -98,30 +97,19 @@ class Difference:
         return not some and all(item.equal for item in self.tensors.values())
 
 
-_COUNTS = ("count", "unequal", "not_finite", "new_nan", "gone_nan", "common_nan", "beyond_rounding", "broken")
-"""The members of :class:`DifferenceSums` that are added when parts are joined."""
+_COUNTS = ("count", "unequal", "not_finite", "new_nan", "gone_nan", "common_nan")
 
 
-@dataclass
 class DifferenceSums:
-    """The difference of a part of two tensors. Sums are exact, so parts can be joined in any order."""
+    """The difference of a part of two tensors. Parts can be joined in any order."""
 
-    count: int = 0
-    unequal: int = 0
-    not_finite: int = 0
-    new_nan: int = 0
-    gone_nan: int = 0
-    common_nan: int = 0
-    beyond_rounding: int = 0
-    broken: int = 0
-    """Number of elements whose difference is not finite, without those that are NaN in both."""
-    max_abs: float = math.nan
-    max_rel: float = math.nan
-    max_abs_at: Ints | None = None
-    products: Exact = 0
-    ones: Exact = 0
-    others: Exact = 0
-    apart: Exact = 0
+    def __init__(self) -> None:
+        self.max_abs = self.max_rel = math.nan
+        self.max_abs_at: Ints | None = None
+        self._totals: Counter[str] = Counter()
+        """The counts of :class:`TensorDifference`, and of elements that became or ceased to be NaN or infinite."""
+        self._sums = (Fraction(),) * 4
+        """Sums of products, of the squares of both tensors, and of the squares of differences."""
 
     def add(self, one: NumberArray, other: NumberArray, begin: int, box: Box) -> None:
         """Compare elements of a box. ``begin`` is the number of the first element in the box, in C order."""
@@ -130,83 +118,61 @@ class DifferenceSums:
             begin += len(a)
 
     def _add_block(self, one: NumberArray, other: NumberArray, begin: int, box: Box) -> None:
-        self.count += len(one)
         unequal, beyond_rounding = _unequal(one, other)
-        self.unequal += int(np.count_nonzero(unequal))
-        self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
-        indices = None
-        if one.dtype.kind in "biu":
-            apart, rel, sums = _compare_integers(to_reals(one), to_reals(other))
-        else:
-            a, b = _vector(one), _vector(other)
-            if (indices := self._finite_indices(a, b, unequal)) is not None:
-                a, b = a[indices], b[indices]
-            if not len(a):
-                return
-            apart, rel, sums = _compare_floats(a, b, _is_wide(one.dtype) or _is_wide(other.dtype))
-        first = int(apart.argmax())
-        greatest, position = apart[first].item(), None
-        if greatest > 0 and not self.max_abs >= greatest:
+        self._totals["count"] += len(one)
+        self._count(unequal=unequal, beyond_rounding=beyond_rounding)
+        numbers, indices = (one, other), None
+        if one.dtype.kind not in "biu":
+            a, b = numbers = _vector(one), _vector(other)
+            both = np.isfinite(a) & np.isfinite(b)
+            if not both.all():
+                here, there, differ = np.isnan(a), np.isnan(b), unequal & ~both
+                self._count(new_nan=there & ~here, gone_nan=here & ~there, common_nan=here & there)
+                self._count(not_finite=differ, broken=differ & ~(here & there))
+                indices = np.flatnonzero(both)
+                numbers = a[indices], b[indices]
+        if not len(numbers[0]):
+            return
+        apart, max_rel, sums = _compare(*numbers)
+        max_abs, position = apart.max().item(), None
+        if max_abs > 0 and not self.max_abs >= max_abs:
+            first = int(apart.argmax())
             position = position_in(box, begin + (first if indices is None else int(indices[first])))
-        self._take(greatest, position, float(rel.max()), sums)
+        self._take(max_abs, position, max_rel, sums)
 
-    def _finite_indices(self, a: NumberArray, b: NumberArray, unequal: NumberArray) -> NumberArray | None:
-        """Count NaN, and return the indices of the elements that are finite in both, or None if all are."""
-        both = np.isfinite(a) & np.isfinite(b)
-        if both.all():
-            return None
-        here, there = np.isnan(a), np.isnan(b)
-        self.new_nan += int(np.count_nonzero(there & ~here))
-        self.gone_nan += int(np.count_nonzero(here & ~there))
-        self.common_nan += int(np.count_nonzero(here & there))
-        unequal = unequal & ~both
-        self.not_finite += int(np.count_nonzero(unequal))
-        self.broken += int(np.count_nonzero(unequal & ~(here & there)))
-        return np.flatnonzero(both)
+    def _count(self, **masks: NumberArray) -> None:
+        self._totals.update({name: int(np.count_nonzero(mask)) for name, mask in masks.items()})
 
-    def _take(self, max_abs: float, position: Ints | None, max_rel: float, sums: Iterable[Exact]) -> None:
+    def _take(self, max_abs: float, position: Ints | None, max_rel: float, sums: Sequence[Fraction]) -> None:
         if not self.max_abs >= max_abs:
             self.max_abs, self.max_abs_at = max_abs, position
         elif self.max_abs == max_abs and position is not None and self.max_abs_at is not None:
             self.max_abs_at = min(self.max_abs_at, position)
         self.max_rel = float(np.fmax(self.max_rel, max_rel))
-        products, ones, others, apart = sums
-        self.products += products
-        self.ones += ones
-        self.others += others
-        self.apart += apart
+        self._sums = tuple(map(add, self._sums, sums))
 
     def join(self, other: DifferenceSums) -> None:
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._totals.update(other._totals)
         if not math.isnan(other.max_abs):
-            sums = other.products, other.ones, other.others, other.apart
-            self._take(other.max_abs, other.max_abs_at, other.max_rel, sums)
+            self._take(other.max_abs, other.max_abs_at, other.max_rel, other._sums)
 
-    def _measures(self) -> Measures:
-        counts = self.count, self.unequal, self.not_finite, self.new_nan, self.gone_nan, self.common_nan
-        return Measures(*counts, self.max_abs, self.max_rel, self._cosine(), self._rel_norm())
+    def _measures(self) -> dict[str, Any]:
+        products, ones, others, apart = self._sums
+        cosine = rel_norm = math.nan
+        if not self._totals["broken"] and ones and others:
+            size = min(root(products**2 / (ones * others)), 1.0)
+            cosine = size if products > 0 else -size
+        if not self._totals["broken"] and not math.isnan(self.max_abs):
+            rel_norm = root(apart / ones) if ones else math.inf if apart else 0.0
+        measures = {"max_abs": self.max_abs, "max_rel": self.max_rel, "cosine": cosine, "rel_norm": rel_norm}
+        return {name: self._totals[name] for name in _COUNTS} | measures
 
     def difference(self, dtypes: tuple[str, str]) -> TensorDifference:
-        return TensorDifference(
-            **vars(self._measures()), max_abs_at=self.max_abs_at, beyond_rounding=self.beyond_rounding, dtypes=dtypes
-        )
+        beyond = self._totals["beyond_rounding"]
+        return TensorDifference(**self._measures(), max_abs_at=self.max_abs_at, beyond_rounding=beyond, dtypes=dtypes)
 
     def group_difference(self, tensors: int, changed: int) -> GroupDifference:
-        return GroupDifference(**vars(self._measures()), tensors=tensors, changed=changed)
-
-    def _cosine(self) -> float:
-        if self.broken or not self.ones or not self.others:
-            return math.nan
-        size = min(root(Fraction(self.products) ** 2 / (Fraction(self.ones) * self.others)), 1.0)
-        return size if self.products > 0 else -size
-
-    def _rel_norm(self) -> float:
-        if self.broken or math.isnan(self.max_abs):
-            return math.nan
-        if not self.apart:
-            return 0.0
-        return root(Fraction(self.apart) / self.ones) if self.ones else math.inf
+        return GroupDifference(**self._measures(), tensors=tensors, changed=changed)
 
 
 def group_differences(
@@ -233,14 +199,11 @@ def tensor_differences(
     Returns the differences, and the totals of groups.
     """
 
-    def look(fqn: str, box: Box) -> DifferenceSums:
-        found = DifferenceSums()
+    def look(found: DifferenceSums, fqn: str, box: Box) -> None:
         found.add(read_part(one, fqn, box), read_part(other, fqn, box), 0, box)
-        return found
 
-    sums = {fqn: DifferenceSums() for fqn in fqns}
-    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in sums}, look, progress):
-        sums[fqn].join(part)
+    nodes = {fqn: choose_wider(one, other, fqn) for fqn in fqns}
+    sums = gather_chunks(one, nodes, lambda _: DifferenceSums(), look, lambda _, part: part, progress)
     found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
     return found, group_differences(sums, found)
 
@@ -261,40 +224,36 @@ def dtypes_of(one: Catalog, other: Catalog, fqn: str) -> tuple[str, str]:
     return one.root.tensors[fqn].dtype.name, other.root.tensors[fqn].dtype.name
 
 
-def _compare_integers(a: NumberArray, b: NumberArray) -> Comparison:
-    """Compare int64 or uint64 values exactly. A difference can need all 64 bits."""
-    apart = (np.maximum(a, b) - np.minimum(a, b)).view(np.uint64)
-    size = np.maximum(np.abs(doubles(a)), np.abs(doubles(b)))
-    ones = dot_integers(a, a)
-    if not apart.any():
-        return apart, np.zeros_like(size), (ones, ones, ones, 0)
-    sums = dot_integers(a, b), ones, dot_integers(b, b), dot_integers(apart, apart)
-    return apart, _ratio(doubles(apart), size), sums
+def _compare(a: NumberArray, b: NumberArray) -> tuple[NumberArray, float, tuple[Fraction, ...]]:
+    """Compare finite float64 or complex128 values, or integers.
+
+    Returns the absolute differences, exact for integers, the largest relative one, and the sums of
+    :class:`DifferenceSums`.
+    """
+    if a.dtype.kind in "biu":
+        a, b = to_reals(a), to_reals(b)
+        gaps = (np.maximum(a, b) - np.minimum(a, b)).view(np.uint64)  # a difference can need all 64 bits
+        a, b, apart = doubles(a), doubles(b), doubles(gaps)
+    else:
+        gaps = apart = np.abs(a - b)
+    if not (max_abs := float(apart.max())):
+        ones = dot(a.view(np.float64), a.view(np.float64))
+        return gaps, 0.0, (ones, ones, ones, Fraction())
+    exponent, size = 0, np.maximum(np.abs(a), np.abs(b))
+    if not math.isfinite(max_abs + float(size.max())):  # beyond float64
+        exponent, a, b = 4, a / 4, b / 4
+        apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
+    max_rel = float((apart / np.maximum(size, _LEAST)).max())
+    x, y = a.view(np.float64), b.view(np.float64)
+    return (
+        gaps,
+        max_rel,
+        tuple(shift(total, exponent) for total in (dot(x, y), dot(x, x), dot(y, y), dot(apart, apart))),
+    )
 
 
-def _compare_floats(a: NumberArray, b: NumberArray, wide: bool) -> Comparison:
-    """Compare finite float64 or complex128 values. Without ``wide``, their squares must be in the range of float64."""
-    apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-    rel = _ratio(apart, size)
-    short, exponent = apart, 0
-    if wide and not (np.isfinite(apart).all() and np.isfinite(size).all()):
-        a4, b4 = a / 4, b / 4
-        short, exponent = np.abs(a4 - b4), 2
-        beyond = ~np.isfinite(apart) | ~np.isfinite(size)
-        rel[beyond] = _ratio(short, np.maximum(np.abs(a4), np.abs(b4)))[beyond]
-
-    def scaled(values: NumberArray) -> Scaled:
-        values = values.view(np.float64)
-        return scale(values, float(np.abs(values).max())) if wide else (values, 0)
-
-    x, y, (z, more) = scaled(a), scaled(b), scaled(short)
-    gap = z, more + exponent
-    return apart, rel, (dot(x, y), dot(x, x), dot(y, y), dot(gap, gap))
-
-
-def _ratio(part: NumberArray, whole: NumberArray) -> NumberArray:
-    found: NumberArray = part / (whole + (whole == 0))  # if the whole is zero, the part is zero too
-    return found
+_LEAST = 5e-324
+"""The smallest positive float. Where both numbers are zero, their difference is divided by it."""
 
 
 def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberArray]:
@@ -341,11 +300,6 @@ def _is_cast(values: NumberArray, found: NumberArray) -> NumberArray:
     if values.dtype == np.float64:
         same |= ~_differ(values.astype(np.float32).astype(found.dtype), found)
     return same
-
-
-def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether a float dtype has the range of float64."""
-    return dtype.itemsize == (16 if dtype.kind == "c" else 8)
 
 
 def _vector(values: NumberArray) -> NumberArray:

@@ -191,12 +191,11 @@ def _training_step(root: Root, entries: Iterable[str]) -> int | None:
 
 
 def _dtypes(arrays: list[ArrayNode]) -> dict[str, DTypeInfo]:
-    found: dict[str, list[int]] = {}
+    found: dict[str, DTypeInfo] = {}
     for node in arrays:
-        numbers = found.setdefault(node.dtype.name, [0, 0, 0])
-        for index, more in enumerate((1, math.prod(node.grid.shape), node.nbytes)):
-            numbers[index] += more
-    return {name: DTypeInfo(*numbers) for name, numbers in sorted(found.items(), key=lambda item: -item[1][2])}
+        old, elements = found.get(node.dtype.name, DTypeInfo(0, 0, 0)), math.prod(node.grid.shape)
+        found[node.dtype.name] = DTypeInfo(old.tensors + 1, old.elements + elements, old.nbytes + node.nbytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
 
 
 def _groups(arrays: Mapping[str, ArrayNode]) -> dict[str, int]:

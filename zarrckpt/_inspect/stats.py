@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, unravel
-from zarrckpt._inspect.exact import Exact, NumberArray, root, sum_floats, sum_integers
+from zarrckpt._inspect.sums import NumberArray, root, sum_powers
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import Catalog
 
-P = TypeVar("P")
+P = TypeVar("P", bound="Part")
+R = TypeVar("R")
+K = TypeVar("K", bound=Hashable)
 
 _BLOCK = 1 << 13
 """Elements per block. As float64 they fit into the CPU cache, and BLAS starts no threads for this size."""
@@ -46,7 +49,7 @@ class TensorStats:
 
 @dataclass
 class Moments:
-    """Counts and moments of a part of a tensor. Sums are exact, so parts can be added in any order."""
+    """Counts and moments of a part of a tensor. Parts can be added in any order."""
 
     count: int = 0
     nan: int = 0
@@ -55,50 +58,48 @@ class Moments:
     finite: int = 0
     low: float = math.inf
     high: float = -math.inf
-    total: Exact = 0
-    squares: Exact = 0
+    total: Fraction = Fraction()
+    squares: Fraction = Fraction()
 
-    @classmethod
-    def of(cls, values: NumberArray) -> Moments:
-        """Return the moments of values, which are as :func:`to_reals` returns them."""
-        found = cls()
+    def add(self, values: NumberArray) -> None:
+        """Add values, which are as :func:`to_reals` returns them."""
         for (block,) in blocks(values):
-            found.add(cls.of_block(block))
-        return found
+            self._add_block(block)
 
-    @classmethod
-    def of_block(cls, values: NumberArray) -> Moments:
-        """Return the moments of one block of values, which are as :func:`to_reals` returns them."""
-        finite, nan, integers = values, 0, values.dtype.kind != "f"
-        if not integers and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
+    def _add_block(self, values: NumberArray) -> None:
+        finite = values
+        if values.dtype.kind == "f" and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
-        zeros = len(values) - int(np.count_nonzero(values))
-        found = cls(len(values), nan, len(values) - nan - len(finite), zeros, len(finite))
+            self.nan += nan
+            self.inf += len(values) - len(finite) - nan
+        self.count += len(values)
+        self.zeros += len(values) - int(np.count_nonzero(values))
         if len(finite):
-            found.low, found.high = finite.min().item(), finite.max().item()
-            sums = sum_integers(finite) if integers else sum_floats(finite, found.low, found.high)
-            found.total, found.squares = sums
-        return found
+            low, high = finite.min().item(), finite.max().item()
+            self._add_finite(len(finite), low, high, *sum_powers(finite, low, high))
 
-    def add(self, other: Moments) -> None:
+    def _add_finite(self, finite: int, low: float, high: float, total: Fraction, squares: Fraction) -> None:
+        self.finite += finite
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.total += total
+        self.squares += squares
+
+    def join(self, other: Moments) -> None:
         self.count += other.count
         self.nan += other.nan
         self.inf += other.inf
         self.zeros += other.zeros
-        self.finite += other.finite
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.total += other.total
-        self.squares += other.squares
+        self._add_finite(other.finite, other.low, other.high, other.total, other.squares)
 
     @property
     def mean(self) -> Fraction:
         """The mean of the finite elements. There must be at least one."""
-        return Fraction(self.total) / self.finite
+        return self.total / self.finite
 
     @property
     def std(self) -> float:
         """The standard deviation of the finite elements. 0.0 for a constant, whose sums are rounded."""
-        return 0.0 if self.low == self.high else root(Fraction(self.squares) / self.finite - self.mean**2)
+        return 0.0 if self.low == self.high else root(self.squares / self.finite - self.mean**2)
 
     def stats(self) -> TensorStats:
         if not self.finite:
@@ -111,43 +112,61 @@ class Moments:
 def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
     """Compute the statistics of tensors. Reads all chunks, in bounded memory. Errors as in ``Checkpoint.read``."""
 
-    def look(fqn: str, box: Box) -> Moments:
-        moments = Moments()
+    def look(found: Moments, fqn: str, box: Box) -> None:
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            moments.add(Moments.of_block(to_reals(block)))
-        return moments
+            found.add(to_reals(block))
 
-    found = {fqn: Moments() for fqn in fqns}
-    for fqn, moments in map_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in found}, look, progress):
-        found[fqn].add(moments)
-    return {fqn: moments.stats() for fqn, moments in found.items()}
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
+    return gather_chunks(catalog, nodes, lambda _: Moments(), look, lambda _, found: found.stats(), progress)
 
 
-def map_chunks(
-    catalog: Catalog, nodes: Mapping[str, ArrayNode], look: Callable[[str, Box], P], progress: Progress | None
-) -> list[tuple[str, P]]:
-    """Call ``look`` for the box of every chunk of the nodes, in parallel, and return its results.
+class Part(Protocol):
+    """The numbers of a part of a tensor."""
+
+    def join(self, other: Self, /) -> None: ...
+
+
+def gather_chunks(
+    catalog: Catalog,
+    nodes: Mapping[K, ArrayNode],
+    new: Callable[[K], P],
+    look: Callable[[P, K, Box], None],
+    finish: Callable[[K, P], R],
+    progress: Progress | None,
+) -> dict[K, R]:
+    """Call ``look`` for the box of every chunk of the nodes, in parallel, and join the parts of each node.
 
     At most 8 calls run at a time, and fewer if the memory bound is reached. Each call may take memory for its box in
-    two tensors of the node's dtype.
+    two tensors of the node's dtype. Returns what ``finish`` returns for the joined parts. It is called as soon as a
+    node is complete.
     """
-    budget = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    budget, lock = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES), threading.Lock()
     tally = ByteCounter(sum(node.nbytes for node in nodes.values()), progress)
+    left = {key: node.grid.num_chunks for key, node in nodes.items()}
+    parts: dict[K, P] = {}
+    found = {key: finish(key, new(key)) for key, node in nodes.items() if not node.nbytes}
 
-    def job(fqn: str, box: Box) -> tuple[str, P]:
-        nbytes = box.size * nodes[fqn].dtype.itemsize
+    def job(key: K, box: Box) -> None:
+        nbytes = box.size * nodes[key].dtype.itemsize
+        part = new(key)
         # Results beyond the range of float64 are inf or NaN, and numpy's warning would add no information.
         with budget.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
-            found = look(fqn, box)
+            look(part, key, box)
+            with lock:
+                parts.setdefault(key, new(key)).join(part)
+                left[key] -= 1
+                if not left[key]:
+                    found[key] = finish(key, parts.pop(key))
         tally.add(nbytes)
-        return fqn, found
 
     jobs = (
-        partial(job, fqn, node.grid.chunk_box(chunk))
-        for fqn, node in nodes.items()
+        partial(job, key, node.grid.chunk_box(chunk))
+        for key, node in nodes.items()
+        if node.nbytes
         for chunk in node.grid.chunks_of(node.grid.whole)
     )
-    return run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    return {key: found[key] for key in nodes}
 
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:

@@ -17,7 +17,7 @@ import click
 
 from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._version import __version__
-from zarrckpt.cli._streams import ReaderGoneError, prepare_streams, use_utf8_names
+from zarrckpt.cli._streams import ReaderGoneError, echo, prepare_streams, use_utf8_names
 
 # Command -> its module, so that a command does not import the modules of the others.
 _COMMANDS = {
@@ -80,7 +80,7 @@ def _leave_on_interrupt() -> None:
 def _leave() -> NoReturn:
     """End the process at once, without waiting for requests. An unfinished copy is not committed."""
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # progress bars hide it
-    click.echo(f"{show_cursor}zarrckpt: interrupted", err=True)
+    echo(f"{show_cursor}zarrckpt: interrupted", err=True)
     os._exit(_INTERRUPTED)
 
 
@@ -97,7 +97,7 @@ class _Commands(click.Group):
         try:
             status = super().main(None, *more, **{**options, "standalone_mode": False})
         except click.ClickException as err:
-            err.show()
+            err.show(sys.stderr)
             status = err.exit_code
         except (click.Abort, KeyboardInterrupt):  # before or after the command
             _leave()
@@ -146,13 +146,11 @@ class _Commands(click.Group):
         except click.Abort as err:
             if isinstance(err.__context__, KeyboardInterrupt):
                 _leave()
-            click.echo("zarrckpt: not confirmed, so nothing was done. --yes confirms", err=True)
+            echo("zarrckpt: not confirmed, so nothing was done. --yes confirms", err=True)
             ctx.exit(_ERROR)
-        except ModuleNotFoundError as err:
-            click.echo(f"zarrckpt: {printable(str(err))}", err=True)
-            ctx.exit(_ERROR)
-        except MemoryError as err:
-            click.echo(f"zarrckpt: not enough memory: {printable(str(err))}", err=True)
+        except (ModuleNotFoundError, MemoryError) as err:
+            what = "not enough memory: " if isinstance(err, MemoryError) else ""
+            echo(f"zarrckpt: {what}{printable(str(err))}", err=True)
             ctx.exit(_ERROR)
 
 
@@ -160,7 +158,7 @@ def _print_error(error: CheckpointError, command: click.Command | None = None) -
     """Print an error of the package, with the command's options for argument names. Returns the exit status."""
     from zarrckpt.cli._wording import in_options
 
-    click.echo(f"zarrckpt: {type(error).__name__}: {in_options(str(error), command)}", err=True)
+    echo(f"zarrckpt: {type(error).__name__}: {in_options(str(error), command)}", err=True)
     return _ERROR
 
 
@@ -169,7 +167,7 @@ def _report_bug(error: BaseException) -> int:
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    click.echo(
+    echo(
         f"zarrckpt: unexpected error, probably a bug in zarrckpt {__version__}: {type(error).__name__}: "
         f"{printable(str(error))} ({last.filename}, line {last.lineno}).\nPlease report it with the command and its "
         f"traceback, which is printed with {_TRACEBACK}=1 in the environment",

@@ -18,7 +18,7 @@ from zarrckpt._reports import age_text, size_text
 from zarrckpt._runs.checkpoints import COUNTERS, describe_checkpoint, list_checkpoints
 from zarrckpt._runs.folders import newest_below
 from zarrckpt._store import StoreSpec
-from zarrckpt.cli._common import print_json, print_line, print_table, warnings_as_lines
+from zarrckpt.cli import _output as out
 
 
 @dataclass
@@ -36,7 +36,7 @@ def list_run(url: str, storage_options: Any) -> CheckpointTable:
     """List the checkpoints directly below a url. Without any that can be read, the list is empty."""
     listing = CheckpointTable("checkpoint", [])
     try:
-        with warnings_as_lines():
+        with out.warnings_as_lines():
             found, record = list_checkpoints(StoreSpec(url, storage_options))
     except StorageError:
         return listing  # the caller raises the error of opening the url, which has more details
@@ -44,7 +44,7 @@ def list_run(url: str, storage_options: Any) -> CheckpointTable:
         return listing
     for one in found:
         if one.state == "not readable":
-            print_line(one.error, err=True)
+            out.print_line(one.error, err=True)
     listing.rows = [dataclasses.asdict(one) for one in found]
     if record is not None and record.keep is not None and record.keep.metric not in COUNTERS:
         listing.metric = record.keep.metric
@@ -72,7 +72,7 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
         newest, damaged = newest_below(store, listed.folders)
         root = None if newest is None else find_checkpoints(store, [newest])[0].root
     except StorageError as err:
-        print_line(str(err), err=True)
+        out.print_line(str(err), err=True)
         return row | {"state": "not readable"}
     if newest is not None and root is not None:
         return dataclasses.asdict(describe_checkpoint(name, spec.url, root)) | {"newest": newest}
@@ -81,20 +81,20 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     return row if listed.is_run else None
 
 
-def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -> None:
+def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool, header: bool) -> None:
     """Print a listing.
 
     Metadata columns are the rules' metric, or the most frequent names, or all names with ``all_metadata``.
     """
     if as_json:
-        print_json(listing.rows)
+        out.print_json(listing.rows)
         return
     names = _metadata_columns(listing, all_metadata)
     runs, reasons = listing.kind == "run", any(row.get("kept") is not None for row in listing.rows)
     sent = any(row.get("reused_nbytes") for row in listing.rows)
     columns = [listing.kind, *(["newest"] if runs else []), "step", "age", "size", *(["sent"] if sent else []), *names]
     rows = [_row_cells(row, names, runs, sent, reasons) for row in listing.rows]
-    print_table([*columns, "kept because"] if reasons else columns, rows, right=columns[2 if runs else 1 :])
+    out.print_table([*columns, "kept because"] if reasons else columns, rows, header, right=columns[2 if runs else 1 :])
 
 
 def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]:

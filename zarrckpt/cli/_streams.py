@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import io
 import os
 import sys
 from typing import TYPE_CHECKING
 
+import click
+
 from zarrckpt._errors import StorageError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-_ASCII = "zarrckpt_ascii"
-"""A second name of ASCII, because click writes UTF-8 to a stream with the encoding "ascii"."""
-_ESCAPE = "zarrckpt_escape"
-_DRAWN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "..."})
-"""ASCII replacements for the characters of trees and shortened names."""
 
 
 class ReaderGoneError(Exception):
@@ -70,33 +65,13 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:  # closed, and a file that is opened later must not get its number
             fd = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open until the process ends
-    codecs.register(_find_codec)
-    codecs.register_error(_ESCAPE, _escape)
     for name, silent in (("stdout", False), ("stderr", True)):
         old = getattr(sys, name)
-        if not isinstance(old, io.TextIOWrapper):
-            continue
-        encoding = _ASCII if codecs.lookup(old.encoding).name == "ascii" else old.encoding
         file = io.BufferedWriter(_Output(old.fileno(), silent=silent))
-        setattr(sys, name, io.TextIOWrapper(file, encoding, _ESCAPE, line_buffering=old.line_buffering))
+        stream = io.TextIOWrapper(file, old.encoding, "backslashreplace", line_buffering=old.line_buffering)
+        setattr(sys, name, stream)
 
 
-def _find_codec(name: str) -> codecs.CodecInfo | None:
-    if name != _ASCII:
-        return None
-    known = codecs.lookup("ascii")
-    return codecs.CodecInfo(
-        known.encode,
-        known.decode,
-        incrementalencoder=known.incrementalencoder,
-        incrementaldecoder=known.incrementaldecoder,
-        name=_ASCII,
-    )
-
-
-def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an encoding does not have."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end].translate(_DRAWN)
-    return text.encode("ascii", "backslashreplace").decode(), error.end
+def echo(text: str, err: bool = False) -> None:
+    """Print a text. The stream is passed, because click prints UTF-8 if it finds that its encoding is ASCII."""
+    click.echo(text, sys.stderr if err else sys.stdout)

@@ -5,25 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 
 import zarrckpt
 from zarrckpt._reports import count_text, share_text
-from zarrckpt.cli._common import (
-    format_number,
-    header_option,
-    open_checkpoint,
-    open_second,
-    print_json,
-    print_line,
-    print_table,
-    progress_bar,
-    target_options,
-    url_options,
-)
+from zarrckpt.cli import _output as out
+from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option, target_option
 
 if TYPE_CHECKING:
     from zarrckpt._inspect.differences import Difference, Measures, TensorDifference
@@ -32,18 +22,20 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Measures")
 
 _CHANGES = ("name", "unequal", "not_finite", "new_nan", "max_abs", "max_rel", "rel_norm", "cosine")
+_SORT = "Order by this column, largest first; name: as saved."
+_TARGET = "An option of B's store (default: A's options, except for a local path; -o is for A's)."
 _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 
 
-@click.command("stats")
-@click.argument("url")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option(
-    "--sort", type=click.Choice(_ORDERS), default="name", help="Order by this column, largest first; name: as saved."
-)
-@header_option
-@url_options
-def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
+@params.command("stats")
+def stats_command(
+    url: params.Url,
+    patterns: params.Patterns,
+    sort: Annotated[str, option(_SORT, type=click.Choice(_ORDERS), default="name")],
+    header: params.Header,
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+) -> None:
     """Show min, max, mean, std, norm, the share of zeros, and counts of NaN and inf of each tensor.
 
     Reads all these tensors, in bounded memory. Exits with 1 if any tensor has NaN or inf.
@@ -53,22 +45,22 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
       zarrckpt stats run/step-100 --sort nan
       zarrckpt stats run/step-100 'model.layers.*.weight' --json
     """
-    ckpt = open_checkpoint(url, storage_options, patterns)
-    with progress_bar("reading") as progress:
+    ckpt = params.open_checkpoint(url, storage_options, patterns)
+    with out.progress_bar("reading") as progress:
         found = ckpt.stats(progress=progress)
     if sort != "name":
         found = dict(sorted(found.items(), key=lambda item: -_sortable(item[1], sort)))
     if as_json:
-        print_json({fqn: dataclasses.asdict(item) for fqn, item in found.items()})
+        out.print_json(found)
     else:
         columns = ("name", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf")
         rows = []
         for fqn, item in found.items():
-            numbers = [format_number(getattr(item, name)) for name in columns[1:6]]
+            numbers = [out.format_number(getattr(item, name)) for name in columns[1:6]]
             rows.append([fqn, *numbers, share_text(item.zeros, item.count), str(item.nan), str(item.inf)])
-        print_table(columns, rows, right=columns[1:])
+        out.print_table(columns, rows, header, right=columns[1:])
         if not rows:
-            click.echo("there are no tensors among these entries", err=True)
+            out.print_line("there are no tensors among these entries", err=True)
     if any(item.nan or item.inf for item in found.values()):
         click.get_current_context().exit(1)
 
@@ -80,28 +72,18 @@ def _sortable(item: TensorStats, column: str) -> float:
     return -math.inf if math.isnan(number) else number
 
 
-@click.command("diff")
-@click.argument("one", metavar="A")
-@click.argument("other", metavar="B")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--all", "everything", is_flag=True, help="List equal tensors too.")
-@click.option("--sort", type=click.Choice(_CHANGES), default="name", help="Most changed first; name: as saved.")
-@click.option("--groups", is_flag=True, help="Show totals by the first part of the names instead of the tensors.")
-@partial(
-    target_options, help_text="An option of B's store (default: A's options, except for a local path; -o is for A's)."
-)
-@header_option
-@url_options
+@params.command("diff")
 def diff_command(
-    one: str,
-    other: str,
-    patterns: tuple[str, ...],
-    everything: bool,
-    sort: str,
-    groups: bool,
-    target_options: Any,
-    as_json: bool,
-    storage_options: Any,
+    one: Annotated[str, argument("A")],
+    other: Annotated[str, argument("B")],
+    patterns: params.Patterns,
+    everything: Annotated[bool, flag("List equal tensors too.", "--all")],
+    sort: Annotated[str, option("Most changed first; name: as saved.", type=click.Choice(_CHANGES), default="name")],
+    groups: Annotated[bool, flag("Show totals by the first part of the names instead of the tensors.")],
+    target_options: Annotated[Any, target_option(_TARGET)],
+    header: params.Header,
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
 ) -> None:
     """Compare the keys, shapes, dtypes, values and tensors of two checkpoints. Exits with 1 if they differ.
 
@@ -120,17 +102,17 @@ def diff_command(
       zarrckpt diff run/step-100 run/step-200 --sort rel_norm
       zarrckpt diff run/step-100 run/step-200 --groups
     """
-    ckpts = open_checkpoint(one, storage_options), open_second(other, target_options, storage_options)
-    with progress_bar("comparing") as progress:
+    ckpts = params.open_checkpoint(one, storage_options), params.open_second(other, target_options, storage_options)
+    with out.progress_bar("comparing") as progress:
         found = zarrckpt.diff(*ckpts, *patterns, progress=progress)
     if sort != "name":
         found = dataclasses.replace(
             found, tensors=_by_change(found.tensors, sort), groups=_by_change(found.groups, sort)
         )
     if as_json:
-        print_json(dataclasses.asdict(found))
+        out.print_json(found)
     else:
-        _print_difference(found, everything, groups)
+        _print_difference(found, everything, groups, header)
     click.get_current_context().exit(0 if found else 1)
 
 
@@ -151,12 +133,12 @@ def _by_change(found: Mapping[str, M], sort: str) -> dict[str, M]:
 _MEASURES = ("unequal", "nan or inf", "nan", "max abs", "max rel", "rel norm", "cosine")
 
 
-def _print_difference(found: Difference, everything: bool, groups: bool) -> None:
+def _print_difference(found: Difference, everything: bool, groups: bool, header: bool) -> None:
     for mark, names in (("-", found.only_here), ("+", found.only_there)):
         for name in names:
-            print_line(f"{mark} {name}")
+            out.print_line(f"{mark} {name}")
     for name, (here, there) in found.changed.items():
-        print_line(f"! {name}: {here} -> {there}")
+        out.print_line(f"! {name}: {here} -> {there}")
     columns: tuple[str, ...] = ("group", *_MEASURES, "changed", "tensors")
     if groups:
         parts = ((name, item) for name, item in found.groups.items() if everything or item.changed)
@@ -165,14 +147,16 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
         columns = ("name", *_MEASURES, "at", "dtype", "beyond rounding")
         tensors = ((name, item) for name, item in found.tensors.items() if everything or not item.equal)
         rows = [(name, *_cells(item), *_tensor_cells(item)) for name, item in tensors]
-    print_table(columns, rows, right=[name for name in columns[1:] if name not in ("at", "dtype")])
+    out.print_table(columns, rows, header, right=[name for name in columns[1:] if name not in ("at", "dtype")])
     unequal = [item for item in found.tensors.values() if not item.equal]
     same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
     rounded = sum(not item.beyond_rounding for item in unequal)
     if rounded:
         same += f" ({rounded:,} only rounded to another dtype)"
     others = f"{count_text(len(found.changed), 'other entry', 'other entries')} changed"
-    click.echo(f"{same}; {others}; {len(found.only_here):,} only in A, {len(found.only_there):,} only in B", err=True)
+    out.print_line(
+        f"{same}; {others}; {len(found.only_here):,} only in A, {len(found.only_there):,} only in B", err=True
+    )
 
 
 def _cells(item: Measures) -> tuple[str, ...]:
@@ -181,7 +165,13 @@ def _cells(item: Measures) -> tuple[str, ...]:
     nans = ((item.new_nan, "new"), (item.gone_nan, "gone"), (item.common_nan, "common"))
     nan = ", ".join(f"{count:,} {word}" for count, word in nans if count) or "-"
     counts = share_text(item.unequal, item.count), f"{item.not_finite:,}", nan
-    return *counts, format_number(item.max_abs), format_number(item.max_rel), format_number(item.rel_norm), cosine
+    return (
+        *counts,
+        out.format_number(item.max_abs),
+        out.format_number(item.max_rel),
+        out.format_number(item.rel_norm),
+        cosine,
+    )
 
 
 def _tensor_cells(item: TensorDifference) -> tuple[str, ...]:

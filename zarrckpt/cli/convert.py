@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 import zarrckpt
 from zarrckpt._reports import count_text, size_text
-from zarrckpt.cli._common import (
-    call_in_run,
-    portable_option,
-    print_json,
-    print_line,
-    progress_bar,
-    run_options,
-    url_options,
-    warnings_as_lines,
-)
-from zarrckpt.cli.copy import by_pattern, dtype, print_uncast
+from zarrckpt.cli import _output as out
+from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option
+from zarrckpt.cli.copy import POSITIVE, dtype, pattern_option, print_uncast
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
 _FORMATS = ("safetensors", "torch", "dcp")
+_DEFAULT = "Default: torch if TARGET ends in .pt, .pth or .bin, otherwise safetensors."
+_STRIP = "Remove it from the names: model.embed -> embed."
+_CAST = "Cast floating tensors, as in cp. Only for safetensors."
+_MAX_FILE = "Maximum size of each safetensors file in a folder."
+_PREFIX = "Save all entries below a key: embed -> model.embed."
 
 
-@click.command("export")
-@click.argument("url")
-@click.argument("target")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option(
-    "--format",
-    "format_",
-    type=click.Choice(_FORMATS),
-    help="Default: torch if TARGET ends in .pt, .pth or .bin, otherwise safetensors.",
-)
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
-@click.option("--strip", default="", metavar="PREFIX", help="Remove it from the names: model.embed -> embed.")
-@click.option(
-    "--dtype",
-    "dtypes",
-    metavar="[PATTERN=]DTYPE",
-    multiple=True,
-    callback=by_pattern(dtype),
-    help="Cast floating tensors, as in cp. Only for safetensors.",
-)
-@click.option(
-    "--max-file-gb",
-    type=click.FloatRange(0, min_open=True),
-    default=5.0,
-    show_default=True,
-    help="Maximum size of each safetensors file in a folder.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace existing files.")
-@click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
-@run_options
-@url_options
+@params.command("export")
 def export_command(
-    url: str,
-    target: str,
-    patterns: tuple[str, ...],
-    format_: str | None,
-    exclude: tuple[str, ...],
-    strip: str,
-    dtypes: Any,
-    max_file_gb: float,
-    overwrite: bool,
-    allow_pickle: bool,
-    as_json: bool,
-    storage_options: Any,
+    url: params.Url,
+    target: Annotated[str, argument()],
+    patterns: params.Patterns,
+    format_: Annotated[str | None, option(_DEFAULT, "--format", type=click.Choice(_FORMATS))],
+    exclude: params.Exclude,
+    strip: Annotated[str, option(_STRIP, default="", metavar="PREFIX")],
+    dtypes: Annotated[Any, pattern_option(_CAST, "--dtype", parse=dtype, metavar="[PATTERN=]DTYPE")],
+    max_file_gb: Annotated[float, option(_MAX_FILE, type=POSITIVE, default=5.0, show_default=True)],
+    overwrite: Annotated[bool, flag("Replace existing files.")],
+    allow_pickle: Annotated[bool, flag("Run the code of values that were saved pickled.")],
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+    **in_run: params.InRun,
 ) -> None:
     """Write entries as files of other libraries. TARGET appears when it is complete.
 
@@ -92,49 +60,40 @@ def export_command(
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     if dtypes and kind != "safetensors":
         raise click.UsageError("--dtype is only for safetensors: export a copy that zarrckpt cp --dtype made")
-    ckpt = call_in_run(zarrckpt.open, url, storage_options, allow_pickle=allow_pickle)
+    ckpt = params.call_in_run(zarrckpt.open, url, storage_options, allow_pickle=allow_pickle, **in_run)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
-    with progress_bar("exporting") as progress:
+    with out.progress_bar("exporting") as progress:
         if kind == "safetensors":
             options |= {"max_file_bytes": int(max_file_gb * 1e9), "progress": progress}
-            with warnings_as_lines():
+            with out.warnings_as_lines():
                 report = zarrckpt.to_safetensors(part, target, dtype=dtypes, **options)
         else:
             export = zarrckpt.to_torch_save if kind == "torch" else zarrckpt.to_dcp
             report = export(part, target, progress=progress, **options)
     if as_json:
-        print_json(dataclasses.asdict(report))
+        out.print_json(report)
         return
     values = f", {count_text(report.values, 'value')}" if report.values else ""
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
-    print_line(
+    out.print_line(
         f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {report.folder}: {files}"
     )
     print_uncast(report.uncast)
 
 
-@click.command("import")
-@click.argument("source")
-@click.argument("url")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--prefix", default="", metavar="KEY", help="Save all entries below a key: embed -> model.embed.")
-@click.option("--compression", type=click.Choice(["zstd", "blosc"]), help="Compress the tensors.")
-@portable_option
-@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
-@click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
-@url_options
+@params.command("import")
 def import_command(
-    source: str,
-    url: str,
-    patterns: tuple[str, ...],
-    prefix: str,
-    compression: str | None,
-    portable_dtypes: bool,
-    overwrite: bool,
-    allow_pickle: bool,
-    as_json: bool,
-    storage_options: Any,
+    source: Annotated[str, argument()],
+    url: params.Url,
+    patterns: params.Patterns,
+    prefix: Annotated[str, option(_PREFIX, default="", metavar="KEY")],
+    compression: Annotated[str | None, option("Compress the tensors.", type=click.Choice(["zstd", "blosc"]))],
+    portable_dtypes: params.Portable,
+    overwrite: params.Replace,
+    allow_pickle: Annotated[bool, flag("Run the code of values (torch.save, DCP) that need it.")],
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
 ) -> None:
     """Save other libraries' files as a checkpoint, in bounded memory. Needs PyTorch.
 
@@ -147,7 +106,7 @@ def import_command(
       zarrckpt import old.pt run/imported
       zarrckpt import dcp-run/step-100 run/step-100
     """
-    with progress_bar("importing") as progress:
+    with out.progress_bar("importing") as progress:
         report = zarrckpt.import_checkpoint(
             source,
             url,
@@ -160,6 +119,6 @@ def import_command(
             progress=progress,
         )
     if as_json:
-        print_json(dataclasses.asdict(report))
+        out.print_json(report)
     else:
-        print_line(f"{size_text(report.nbytes)} saved to {report.url}")
+        out.print_line(f"{size_text(report.nbytes)} saved to {report.url}")

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 import zarrckpt
 from zarrckpt._reports import count_text, size_text
-from zarrckpt.cli._common import (
-    call_in_run,
-    name_target_option,
-    portable_option,
-    print_json,
-    print_line,
-    progress_bar,
-    run_options,
-    target_options,
-    url_options,
-    warnings_as_lines,
-)
+from zarrckpt.cli import _output as out
+from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import Declaration, argument, option, target_option
 
+POSITIVE = click.FloatRange(0, min_open=True)
+
+_CHUNKS = "New shape of chunks, for example 1024,-1 (-1: the whole dimension)."
+_MAX_CHUNK = "New chunks of at most this size, as a save by one process chooses them."
+_DTYPE = (
+    "Cast floating tensors, for example 'model=bfloat16' (repeatable), or bfloat16 for all. Counters and single "
+    "numbers such as Adam's step are not cast."
+)
+_COMPRESSION = "Compression of all tensors (default: unchanged)."
 _COMPRESSIONS = {None: "keep", "none": None}
 """The arguments of ``zarrckpt.copy`` for words that are not names of codecs."""
 
 
-def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Sequence[str]], Any]:
-    """Return a callback that parses a repeatable option into None, one value, or a mapping pattern -> value."""
+def pattern_option(text: str, *names: str, parse: Callable[[str], Any], metavar: str) -> Declaration:
+    """Return a repeatable option whose value is None, one parsed value, or a mapping pattern -> parsed value."""
 
     def parsed(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> Any:
         plain = [text for text in given if "=" not in text]
@@ -42,7 +41,7 @@ def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Pa
         except (TypeError, ValueError) as err:
             raise click.BadParameter(str(err)) from err
 
-    return parsed
+    return option(text, *names, metavar=metavar, multiple=True, callback=parsed)
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -63,53 +62,22 @@ def dtype(text: str) -> str:
     return parse_dtype(text).name
 
 
-@click.command("cp")
-@click.argument("source", metavar="A")
-@click.argument("target", metavar="B")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
-@click.option(
-    "--chunks",
-    metavar="[PATTERN=]SHAPE",
-    multiple=True,
-    callback=by_pattern(shape),
-    help="New shape of chunks, for example 1024,-1 (-1: the whole dimension).",
-)
-@click.option(
-    "--max-chunk-mb",
-    metavar="MB",
-    type=click.FloatRange(0, min_open=True),
-    help="New chunks of at most this size, as a save by one process chooses them.",
-)
-@click.option(
-    "--dtype",
-    metavar="[PATTERN=]DTYPE",
-    multiple=True,
-    callback=by_pattern(dtype),
-    help="Cast floating tensors, for example 'model=bfloat16' (repeatable), or bfloat16 for all. Counters and single "
-    "numbers such as Adam's step are not cast.",
-)
-@click.option(
-    "--compression",
-    type=click.Choice(["zstd", "blosc", "none"]),
-    help="Compression of all tensors (default: unchanged).",
-)
-@portable_option
-@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
-@run_options
-@target_options
-@url_options
+@params.command("cp")
 def cp_command(
-    source: str,
-    target: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    max_chunk_mb: float | None,
-    compression: str | None,
-    target_options: Any,
-    as_json: bool,
-    storage_options: Any,
-    **options: Any,
+    source: Annotated[str, argument("A")],
+    target: Annotated[str, argument("B")],
+    include: params.Include,
+    exclude: params.Exclude,
+    chunks: Annotated[Any, pattern_option(_CHUNKS, parse=shape, metavar="[PATTERN=]SHAPE")],
+    max_chunk_mb: Annotated[float | None, option(_MAX_CHUNK, metavar="MB", type=POSITIVE)],
+    dtype: Annotated[Any, pattern_option(_DTYPE, parse=dtype, metavar="[PATTERN=]DTYPE")],
+    compression: Annotated[str | None, option(_COMPRESSION, type=click.Choice(["zstd", "blosc", "none"]))],
+    portable_dtypes: params.Portable,
+    overwrite: params.Replace,
+    target_options: Annotated[Any, target_option("An option of B's store (-o is for A's).")],
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+    **in_run: params.InRun,
 ) -> None:
     """Copy a checkpoint, or some of its entries, between any stores. All data is checked.
 
@@ -125,20 +93,19 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
-    from zarrckpt._store import StoreSpec
-
-    options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
+    options: dict[str, Any] = {"chunks": chunks, "dtype": dtype, "portable_dtypes": portable_dtypes}
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
-    ckpt = call_in_run(zarrckpt.open, source, storage_options).select(*include, exclude=exclude)
-    with name_target_option():
-        StoreSpec(target, target_options).open()  # checks the options
-    with warnings_as_lines(), progress_bar("copying") as bar:
-        report = zarrckpt.copy(ckpt, target, progress=bar, **options)
+    options["compression"] = _COMPRESSIONS.get(compression, compression)
+    ckpt = params.call_in_run(zarrckpt.open, source, storage_options, **in_run).select(*include, exclude=exclude)
+    with out.warnings_as_lines(), out.progress_bar("copying") as bar:
+        report = zarrckpt.copy(
+            ckpt, target, overwrite=overwrite, storage_options=target_options, progress=bar, **options
+        )
     if as_json:
-        print_json(dataclasses.asdict(report))
+        out.print_json(report)
         return
-    print_line(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
+    out.print_line(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
     print_uncast(report.uncast)
 
 
@@ -146,7 +113,7 @@ def print_uncast(names: Sequence[str]) -> None:
     """Print the floating tensors that ``--dtype`` did not cast."""
     if names:
         some = ", ".join(names[:_UNCAST_NAMED]) + (", ..." if len(names) > _UNCAST_NAMED else "")
-        print_line(
+        out.print_line(
             f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}"
         )
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError, printable
 from zarrckpt._reports import count_text, share_text, size_text, software_text, time_text, value_text
-from zarrckpt.cli._common import (
-    format_number,
-    header_option,
-    open_checkpoint,
-    print_json,
-    print_line,
-    print_table,
-    progress_bar,
-    url_options,
-)
+from zarrckpt.cli import _output as out
+from zarrckpt.cli import _params as params
+from zarrckpt.cli._params import argument, flag, option
+from zarrckpt.cli._streams import echo
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -28,15 +22,18 @@ if TYPE_CHECKING:
     from zarrckpt._inspect.info import CheckpointInfo, DTypeInfo
 
 
-@click.command("ls")
-@click.argument("url")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option(
-    "--all", "all_metadata", is_flag=True, help="For a folder: show all metadata, not only the rules' metric."
-)
-@header_option
-@url_options
-def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json: bool, storage_options: Any) -> None:
+_ALL = "For a folder: show all metadata, not only the rules' metric."
+
+
+@params.command("ls")
+def ls_command(
+    url: params.Url,
+    patterns: params.Patterns,
+    all_metadata: Annotated[bool, flag(_ALL, "--all")],
+    header: params.Header,
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+) -> None:
     """List the entries: name, dtype, shape or value, size.
 
     For a folder of checkpoints, list the checkpoints by step: name, step, age, size, metadata. If a save has reused
@@ -55,54 +52,52 @@ def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json:
       zarrckpt ls run --all
       zarrckpt ls s3://bucket/runs
     """
-
     try:
-        ckpt = open_checkpoint(url, storage_options, patterns)
+        ckpt = params.open_checkpoint(url, storage_options, patterns)
     except (CheckpointNotFoundError, ForeignObjectsError):
         if patterns:
             raise
         from zarrckpt.cli._folders import list_run, list_runs, print_listing
 
         listing = list_run(url, storage_options)
-        if not listing.rows:
-            listing = list_runs(url, storage_options)
-        if not listing.rows:
+        if not listing.rows and not (listing := list_runs(url, storage_options)).rows:
             raise
-        print_listing(listing, as_json, all_metadata)
+        print_listing(listing, as_json, all_metadata, header)
         return
     if as_json:
-        print_json([*_described(ckpt).values()])
+        out.print_json([*_described(ckpt).values()])
     else:
         from zarrckpt._inspect.info import entry_texts
 
         columns = ("name", "dtype", "shape or value", "size")
-        print_table(columns, (entry_texts(ckpt, fqn) for fqn in ckpt), right=["size"], cut="shape or value")
+        out.print_table(columns, (entry_texts(ckpt, fqn) for fqn in ckpt), header, right=["size"], cut="shape or value")
 
 
 def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:
-    tensors = {*ckpt.tensors}
-    return {fqn: _tensor(ckpt, fqn) if fqn in tensors else _object(ckpt, fqn) for fqn in ckpt}
+    return {fqn: _entry_json(ckpt, fqn) for fqn in ckpt}
 
 
-def _tensor(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
+def _entry_json(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
+    from zarrckpt._inspect.info import entry_texts
+
     entry = ckpt.entry(fqn)
+    if entry.kind == "value":
+        return {"name": fqn, "value": ckpt[fqn]}
+    if entry.kind == "blob":
+        _, encoding, kind, _ = entry_texts(ckpt, fqn)
+        return {"name": fqn, "encoding": encoding, "kind": kind}
     found = {"name": fqn, "dtype": entry.dtype, "shape": entry.shape, "chunks": ckpt[fqn].chunks}
     return {**found, "nbytes": entry.nbytes}
 
 
-def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
-    from zarrckpt._inspect.info import entry_texts
-
-    name, kind, text, _ = entry_texts(ckpt, fqn)
-    return {"name": name, "value": ckpt[fqn]} if kind == "value" else {"name": name, "encoding": kind, "kind": text}
-
-
-@click.command("tree")
-@click.argument("url")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--depth", type=click.IntRange(1), help="Number of levels to show (default: all).")
-@url_options
-def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
+@params.command("tree")
+def tree_command(
+    url: params.Url,
+    patterns: params.Patterns,
+    depth: Annotated[int | None, option("Number of levels to show (default: all).", type=click.IntRange(1))],
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+) -> None:
     """Show the names as a tree, with sizes. Levels are the parts between dots. --json nests like the state dict.
 
     \b
@@ -112,15 +107,22 @@ def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json
     """
     from zarrckpt._inspect.info import entry_texts
 
-    ckpt = open_checkpoint(url, storage_options, patterns)
+    ckpt = params.open_checkpoint(url, storage_options, patterns)
     if as_json:
-        print_json({"url": ckpt.url, "nbytes": ckpt.nbytes, "tree": _nested(ckpt, _described(ckpt))})
+        out.print_json({"url": ckpt.url, "nbytes": ckpt.nbytes, "tree": _nested(ckpt, _described(ckpt))})
         return
-    root = _Node()
+    root: _Node = {}
     for fqn in ckpt:
-        root.add(fqn.split("."), (" ".join(entry_texts(ckpt, fqn)[1:3]), ckpt.entry(fqn).nbytes))
-    print_line(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
-    _print_tree(root, "", depth)
+        node, (*above, last) = root, fqn.split(".")
+        for name in above:
+            child = node.setdefault((False, name), {})
+            assert isinstance(child, dict)
+            node = child
+        node[True, last] = (" ".join(entry_texts(ckpt, fqn)[1:3]), 1, ckpt.entry(fqn).nbytes)
+    out.print_line(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
+    utf = sys.stdout.encoding.lower().startswith("utf")
+    for line in _tree_lines(root, "├└│─" if utf else "|`|-", depth or -1):
+        out.print_line(line)
 
 
 def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,63 +137,45 @@ def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-_Leaf = tuple[str, int]
-"""The dtype and shape of an entry, or its kind and value, as a text, and its size in bytes."""
+_Leaf = tuple[str, int, int]
+"""An entry's text, 1, and its size in bytes."""
+_Node = dict[tuple[bool, str], "_Leaf | _Node"]
+"""A level of the tree: (whether it is an entry, name) -> an entry, or the level below."""
 
 
-class _Node:
-    """A level of the tree, with the next parts of names that have a common beginning."""
-
-    def __init__(self) -> None:
-        # Keys are (whether it is a leaf, name), because an entry and a group can have one name.
-        self._children: dict[tuple[bool, str], _Node | _Leaf] = {}
-
-    def add(self, names: Sequence[str], leaf: _Leaf) -> None:
-        node = self
-        *above, last = names
-        for name in above:
-            child = node._children.setdefault((False, name), _Node())
-            assert isinstance(child, _Node)
-            node = child
-        node._children[True, last] = leaf
-
-    def extent(self) -> tuple[int, int]:
-        """Return the number of entries below, and their size in bytes."""
-        parts = [child.extent() if isinstance(child, _Node) else (1, child[1]) for child in self._children.values()]
-        return sum(entries for entries, _ in parts), sum(size for _, size in parts)
-
-    def rows(self) -> Iterator[tuple[str, _Node | _Leaf]]:
-        """Yield the children by name. A group with one child is joined with it: ``layers.0``, ``norm.weight``."""
-        for (_, name), child in self._children.items():
-            while isinstance(child, _Node) and len(child._children) == 1:
-                (((_, more), child),) = child._children.items()
-                name = f"{name}.{more}"
-            yield name, child
+def _tree_lines(node: _Node, drawn: str, depth: int) -> Iterator[str]:
+    """Yield the lines of a tree. A group with one child is joined with it: ``layers.0``, ``norm.weight``."""
+    for number, ((_, name), child) in enumerate(node.items(), 1):
+        while isinstance(child, dict) and len(child) == 1:
+            (((_, more), child),) = child.items()
+            name = f"{name}.{more}"
+        text, count, size = _extent(child)
+        words = (
+            name,
+            text if text or depth != 1 else count_text(count, "entry", "entries"),
+            size_text(size) if size else "",
+        )
+        last = number == len(node)
+        yield f"{drawn[last]}{drawn[3] * 2} {'  '.join(filter(None, words))}"
+        if isinstance(child, dict) and depth != 1:
+            for line in _tree_lines(child, drawn, depth - 1):
+                yield f"{'    ' if last else f'{drawn[2]}   '}{line}"
 
 
-def _print_tree(node: _Node, indent: str, depth: int | None) -> None:
-    rows = [*node.rows()]
-    for number, (name, child) in enumerate(rows, 1):
-        last = number == len(rows)
-        if isinstance(child, _Node):
-            entries, size = child.extent()
-            text = count_text(entries, "entry", "entries") if depth == 1 else ""
-        else:
-            text, size = child
-        words = (name, text, size_text(size) if size else "")
-        print_line(f"{indent}{'└── ' if last else '├── '}{'  '.join(filter(None, words))}")
-        if isinstance(child, _Node) and depth != 1:
-            _print_tree(child, indent + ("    " if last else "│   "), None if depth is None else depth - 1)
+def _extent(child: _Leaf | _Node) -> _Leaf:
+    """Return the text of an entry, or "" for a group, the number of entries, and their size in bytes."""
+    if isinstance(child, tuple):
+        return child
+    parts = [_extent(part) for part in child.values()]
+    return "", sum(count for _, count, _ in parts), sum(size for _, _, size in parts)
 
 
 _LISTED = 12
 """Maximum number of groups that ``info`` shows, the largest ones."""
 
 
-@click.command("info")
-@click.argument("url")
-@url_options
-def info_command(url: str, as_json: bool, storage_options: Any) -> None:
+@params.command("info")
+def info_command(url: params.Url, storage_options: params.StorageOptions, as_json: params.AsJson) -> None:
     """Show the facts of a checkpoint: sizes, dtypes, step, software and ranks that saved it.
 
     One request, or three if tensors are compressed, for the stored sizes.
@@ -200,14 +184,14 @@ def info_command(url: str, as_json: bool, storage_options: Any) -> None:
     Example:
       zarrckpt info s3://bucket/run/step-100 --json
     """
-    found = open_checkpoint(url, storage_options).info
+    found = params.open_checkpoint(url, storage_options).info
     if as_json:
-        print_json(dataclasses.asdict(found))
+        out.print_json(found)
         return
     rows = _info_rows(found)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        print_line(f"{name:{width}}  {text}")
+        out.print_line(f"{name:{width}}  {text}")
 
 
 def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
@@ -296,12 +280,14 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-@click.command("cat", context_settings={"ignore_unknown_options": True})
-@click.argument("url")
-@click.argument("key")
-@click.argument("slice_", metavar="[SLICE]", required=False)
-@url_options
-def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_options: Any) -> None:
+@params.command("cat", context_settings={"ignore_unknown_options": True})
+def cat_command(
+    url: params.Url,
+    key: Annotated[str, argument()],
+    slice_: Annotated[str | None, argument("[SLICE]", required=False)],
+    storage_options: params.StorageOptions,
+    as_json: params.AsJson,
+) -> None:
     """Show one entry: a value, a tensor's statistics and first elements, or the elements of SLICE.
 
     \b
@@ -314,7 +300,7 @@ def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_o
     for word in (url, key, slice_ or ""):
         if re.match(r"-+[^-\d:,.\s]", word):
             raise click.NoSuchOption(word)
-    ckpt = open_checkpoint(url, storage_options)
+    ckpt = params.open_checkpoint(url, storage_options)
     if key in ckpt.tensors:
         _cat_tensor(ckpt, key, slice_, as_json)
         return
@@ -322,11 +308,11 @@ def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_o
     if slice_:
         raise click.BadParameter(f"{key!r} is a value and not a tensor: leave SLICE out", param_hint="SLICE")
     if as_json:
-        print_json(found)
+        out.print_json(found)
         return
     text = value_text(found)
     more = f"\n... {len(text) - _MAX_SHOWN:,} characters more, --json has all" if len(text) > _MAX_SHOWN else ""
-    click.echo(printable(text[:_MAX_SHOWN]) + more)
+    echo(printable(text[:_MAX_SHOWN]) + more)
 
 
 _MAX_SHOWN = 4000
@@ -342,22 +328,22 @@ def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -
     index = _selection(slice_, found.shape) if slice_ else _corner(found.shape)
     part = np.asarray(found[index])
     if as_json:
-        print_json({"name": key, "shape": found.shape, "dtype": ckpt.entry(key).dtype, "values": _numbers(part)})
+        out.print_json({"name": key, "shape": found.shape, "dtype": ckpt.entry(key).dtype, "values": _numbers(part)})
         return
-    print_line("  ".join(cell for cell in entry_texts(ckpt, key) if cell))
+    out.print_line("  ".join(cell for cell in entry_texts(ckpt, key) if cell))
     if not slice_:
-        with progress_bar("reading") as progress:
+        with out.progress_bar("reading") as progress:
             stats = ckpt.stats(key, progress=progress)[key]
         words = ("min", "max", "mean", "std", "norm")
-        click.echo("  ".join(f"{word} {format_number(getattr(stats, word))}" for word in words))
-        click.echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
+        echo("  ".join(f"{word} {out.format_number(getattr(stats, word))}" for word in words))
+        echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
         if part.shape != found.shape:
-            click.echo(f"[{', '.join(f':{stop.stop}' for stop in index)}]")
+            echo(f"[{', '.join(f':{stop.stop}' for stop in index)}]")
     if not part.size and found.size:
-        click.echo(f"no elements: this part has the shape {part.shape}")
+        echo(f"no elements: this part has the shape {part.shape}")
         return
     with np.printoptions(threshold=4096, edgeitems=4, linewidth=120, precision=5):
-        click.echo(str(part if part.dtype.kind in "biufc" else part.astype(np.float32)))
+        echo(str(part if part.dtype.kind in "biufc" else part.astype(np.float32)))
 
 
 def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from zarrckpt._errors import StorageError
 from zarrckpt._inspect.comparison import entry_changes, names_of_both
 from zarrckpt._inspect.info import checkpoint_info
-from zarrckpt._inspect.page.data import PageCheckpoint, page_data, read_numbers
+from zarrckpt._inspect.page.data import PageCheckpoint, page_data
+from zarrckpt._inspect.page.values import PageStats, read_numbers
 from zarrckpt._jobs import Progress
 from zarrckpt._read.selection import catalog_of, open_selection, part_of
 from zarrckpt._store import Url
@@ -101,7 +102,10 @@ def report(
     parts = [part_of(ckpt, (fqn for fqn in wanted if fqn in ckpt)) for ckpt in ckpts]
     sides = [PageCheckpoint(catalog_of(part), tuple(part), checkpoint_info(part)) for part in parts]
     changed, same = ({}, []) if other is None else entry_changes(one, two, wanted)
-    found = read_numbers(sides, same, progress) if values else None
+    found: PageStats | None = None
+    if values:
+        catalogs, tensors = [side.catalog for side in sides], [side.tensors for side in sides]
+        found = read_numbers(catalogs, tensors, dict.fromkeys(same), progress)
     data = page_data(sides, same, changed, found)
     page = rendered(data, " and ".join(part.url for part in parts)).encode("utf-8", "replace")
     folder, name = os.path.split(target)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from zarrckpt._inspect.exact import NumberArray
+from zarrckpt._inspect.sums import NumberArray
 
 FINE = 1 << 15
 """Maximum number of bins while parts are counted. A page shows fewer, but it also shows the bulk alone."""
@@ -77,6 +78,9 @@ class Histogram:
         for part in (one, two):
             counts[part.first - first : part.end - first] += part.counts
         return Histogram(exponent, first, counts)
+
+    def json(self) -> list[Any]:
+        return [self.exponent, self.first, self.counts.tolist()]
 
     @property
     def end(self) -> int:

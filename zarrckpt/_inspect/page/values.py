@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._inspect.differences import DifferenceSums, TensorDifference, choose_wider, dtypes_of
-from zarrckpt._inspect.exact import NumberArray
+from zarrckpt._inspect.differences import DifferenceSums, choose_wider, dtypes_of
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import Moments, TensorStats, blocks, map_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.stats import Moments, blocks, gather_chunks, position_in, read_part, to_reals
+from zarrckpt._inspect.sums import NumberArray
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -34,27 +35,29 @@ Extreme = tuple[float, Ints]
 """A value and its position."""
 
 
+_MAX_INTEGER = 2**53
+"""Integers from this number on are stored as texts, because JavaScript's numbers have 53 bits."""
+
+
 @dataclass(frozen=True)
 class PageStats:
-    """The statistics of one tensor on a page. For complex numbers, those of their absolute values."""
+    """The JSON of the statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
-    stats: TensorStats
-    histogram: Histogram | None = None
-    """At most SHOWN_BINS bins. None if no element is finite."""
-    bulk: tuple[Histogram, int, int] | None = None
-    """The middle of the values, see :meth:`Histogram.bulk`."""
-    low: tuple[Extreme, ...] = ()
-    """The smallest values, ascending."""
-    high: tuple[Extreme, ...] = ()
-    """The largest values, descending."""
-    sigmas: Mapping[float, float] = field(default_factory=dict)
-    """The distance of each of these values from the mean, in standard deviations. Empty if the deviation is 0."""
-    beyond: int = 0
-    """Number of elements further than six standard deviations from the mean, at the histogram's full resolution."""
-    broken: Mapping[int, int] = field(default_factory=dict)
-    """Number of a chunk, in C order -> number of its elements that are NaN or inf."""
-    first_broken: Ints | None = None
-    """The position of the first NaN or inf of the first chunk that has any."""
+    looks: tuple[dict[str, Json], ...]
+    differences: dict[str, Json]
+
+    def is_broken(self, fqn: str) -> bool:
+        """Whether a tensor has NaN or inf on any side."""
+        return any(any(side[fqn]["stats"][1:3]) for side in self.looks if fqn in side)
+
+
+def number_json(value: float) -> float | str | None:
+    """Return a number for JSON, unrounded. NaN becomes None, infinities and large integers become texts."""
+    if isinstance(value, int):
+        return value if abs(value) < _MAX_INTEGER else str(value)
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
 
 
 class TensorGatherer:
@@ -73,8 +76,9 @@ class TensorGatherer:
 
         ``begin`` is the number of the first element in the box, in C order.
         """
-        moments = Moments.of(values)
-        self._moments.add(moments)
+        moments = Moments()
+        moments.add(values)
+        self._moments.join(moments)
         finite = None if moments.finite == moments.count else np.isfinite(values)
         if finite is not None:
             self._note_broken(box, moments.count - moments.finite, position_in(box, begin + int(np.argmin(finite))))
@@ -93,7 +97,7 @@ class TensorGatherer:
 
     def join(self, other: TensorGatherer) -> None:
         """Add the statistics of another part of the tensor."""
-        self._moments.add(other._moments)
+        self._moments.join(other._moments)
         if other._histogram is not None:
             mine = self._histogram
             self._histogram = other._histogram if mine is None else mine.plus(other._histogram)
@@ -101,35 +105,32 @@ class TensorGatherer:
         self._high = sorted([*self._high, *other._high], key=_greatest_first)[:EXTREMES]
         self._broken |= other._broken
 
-    @property
-    def complete(self) -> bool:
-        """Whether all elements of the tensor were added."""
-        return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
+    def json(self) -> Json:
+        """Return the statistics for the page. For complex numbers, those of their absolute values.
 
-    def look(self) -> PageStats:
-        """Return the statistics."""
-        stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
-        counts = {chunk: count for chunk, (count, _) in broken.items()}
-        first = next((position for _, position in broken.values()), None)
-        fine = self._histogram
+        ``histogram`` has at most SHOWN_BINS bins, ``bulk`` is as :meth:`Histogram.bulk` returns it. ``low`` and
+        ``high`` are the extreme values, each with its position and its distance from the mean in standard deviations.
+        ``beyond`` counts elements further than six of them, at the histogram's full resolution. ``broken`` has the
+        numbers of chunks, in C order, with their counts of NaN and inf, and ``first_broken`` the position of the first.
+        """
+        stats, fine = self._moments.stats(), self._histogram
+        found: Json = {"stats": [number_json(value) for value in dataclasses.astuple(stats)]}
+        if self._broken:
+            broken = sorted(self._broken.items())[:_MAX_BROKEN]
+            found["broken"] = [(chunk, count) for chunk, (count, _) in broken]
+            found["first_broken"] = broken[0][1][1]
         if fine is None:
-            return PageStats(stats, broken=counts, first_broken=first)
-        return PageStats(
-            stats,
-            fine.within(SHOWN_BINS),
-            fine.bulk(_TAIL, SHOWN_BINS),
-            tuple(self._low),
-            tuple(self._high),
-            self._sigmas(),
-            fine.beyond(stats.mean - _FAR * stats.std, stats.mean + _FAR * stats.std) if stats.std else 0,
-            counts,
-            first,
-        )
-
-    def _sigmas(self) -> dict[float, float]:
+            return found
         mean, std = self._moments.mean, self._moments.std
-        values = {value for value, _ in (*self._low, *self._high)}
-        return {value: float((Fraction(value) - mean) / Fraction(std)) for value in values} if std else {}
+        for name, items in (("low", self._low), ("high", self._high)):
+            sigmas = (round(float((Fraction(value) - mean) / Fraction(std)), 4) if std else None for value, _ in items)
+            found[name] = [(number_json(item[0]), item[1], sigma) for item, sigma in zip(items, sigmas, strict=True)]
+        far = _FAR * stats.std
+        found["beyond"] = fine.beyond(stats.mean - far, stats.mean + far) if far else 0
+        found["histogram"] = fine.within(SHOWN_BINS).json()
+        if (bulk := fine.bulk(_TAIL, SHOWN_BINS)) is not None:
+            found["bulk"] = [*bulk[0].json(), *bulk[1:]]
+        return found
 
 
 def _greatest_first(item: Extreme) -> tuple[float, Ints]:
@@ -159,58 +160,62 @@ def _extremes_of(
     return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
 
 
-class _Gatherers:
-    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its statistics."""
+class _Sides:
+    """The statistics of one tensor of one checkpoint, or of two, then with the differences."""
 
-    def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
-        self._catalog = catalog
-        self._lock = threading.Lock()
-        self._open: dict[str, TensorGatherer] = {}
-        self.looks: dict[str, PageStats] = {}
-        for fqn in fqns:
-            if not self._node(fqn).nbytes:
-                self.looks[fqn] = PageStats(TensorStats())
+    def __init__(self, nodes: Sequence[ArrayNode]) -> None:
+        self.gatherers = [TensorGatherer(node) for node in nodes]
+        self.differences = DifferenceSums()
 
-    def _node(self, fqn: str) -> ArrayNode:
-        return self._catalog.root.tensors[fqn]
-
-    def part(self, fqn: str) -> TensorGatherer:
-        return TensorGatherer(self._node(fqn))
-
-    def add(self, fqn: str, part: TensorGatherer) -> None:
-        with self._lock:
-            gatherer = self._open.setdefault(fqn, TensorGatherer(self._node(fqn)))
-            gatherer.join(part)
-            if gatherer.complete:
-                self.looks[fqn] = self._open.pop(fqn).look()
+    def join(self, other: _Sides) -> None:
+        for mine, theirs in zip(self.gatherers, other.gatherers, strict=True):
+            mine.join(theirs)
+        self.differences.join(other.differences)
 
 
-def read_stats(
-    catalogs: Sequence[Catalog], fqns: Sequence[str], progress: Progress | None
-) -> tuple[list[dict[str, PageStats]], dict[str, TensorDifference]]:
-    """Compute the statistics of tensors of one checkpoint, or of two, then with their differences.
+def read_numbers(
+    catalogs: Sequence[Catalog],
+    tensors: Sequence[Mapping[str, ArrayNode]],
+    same: Collection[str],
+    progress: Progress | None,
+) -> PageStats:
+    """Read all tensors of each catalog once, in bounded memory, and compare those in ``same``.
 
-    Each tensor is read once, in bounded memory. Elements that are NaN or inf are counted by the chunks of the
-    wider tensor, for both checkpoints. Errors as in ``read``.
+    Elements of these that are NaN or inf are counted by the chunks of the wider tensor. Errors as in ``read``.
     """
-    one, other = catalogs[0], catalogs[-1]
-    gatherers = [_Gatherers(catalog, fqns) for catalog in catalogs]
-    sums = {fqn: DifferenceSums() for fqn in fqns}
+    both = tuple(range(len(catalogs)))
+    nodes = {(fqn, both): choose_wider(catalogs[0], catalogs[-1], fqn) for fqn in same}
+    for side, found in enumerate(tensors):
+        nodes |= {(fqn, (side,)): node for fqn, node in found.items() if fqn not in same}
 
-    def look(fqn: str, box: Box) -> DifferenceSums:
-        parts, found, begin = [gatherer.part(fqn) for gatherer in gatherers], DifferenceSums(), 0
-        for same in blocks(*(read_part(catalog, fqn, box) for catalog in catalogs), size=_PAGE_BLOCK):
-            if len(catalogs) > 1:
-                found.add(same[0], same[1], begin, box)
-            for part, block in zip(parts, same, strict=True):
-                part.take(to_reals(block), begin, box)
-            begin += len(same[0])
-        for gatherer, part in zip(gatherers, parts, strict=True):
-            gatherer.add(fqn, part)
-        return found
+    def new(key: _Key) -> _Sides:
+        return _Sides([catalogs[side].root.tensors[key[0]] for side in key[1]])
 
-    for fqn, part in map_chunks(one, {fqn: choose_wider(one, other, fqn) for fqn in fqns}, look, progress):
-        sums[fqn].join(part)
-    compared = sums if len(catalogs) > 1 else {}
-    differences = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in compared.items()}
-    return [gatherer.looks for gatherer in gatherers], differences
+    def look(found: _Sides, key: _Key, box: Box) -> None:
+        begin = 0
+        for block in blocks(*(read_part(catalogs[side], key[0], box) for side in key[1]), size=_PAGE_BLOCK):
+            if len(block) > 1:
+                found.differences.add(block[0], block[1], begin, box)
+            for gatherer, values in zip(found.gatherers, block, strict=True):
+                gatherer.take(to_reals(values), begin, box)
+            begin += len(block[0])
+
+    def finish(key: _Key, part: _Sides) -> tuple[list[Json], Json]:
+        dtypes = dtypes_of(catalogs[key[1][0]], catalogs[key[1][-1]], key[0])
+        measures = vars(part.differences.difference(dtypes))
+        numbers = {
+            name: number_json(value) if isinstance(value, int | float) else value for name, value in measures.items()
+        }
+        return [gatherer.json() for gatherer in part.gatherers], numbers
+
+    numbers = PageStats(tuple({} for _ in catalogs), {})
+    for (fqn, sides), (looks, differing) in gather_chunks(catalogs[0], nodes, new, look, finish, progress).items():
+        for side, shown in zip(sides, looks, strict=True):
+            numbers.looks[side][fqn] = shown
+        if len(sides) > 1:
+            numbers.differences[fqn] = differing
+    return numbers
+
+
+_Key = tuple[str, tuple[int, ...]]
+"""A tensor's name, and the numbers of its catalogs."""
