@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from zarrckpt._commit.listings import FolderContents
 from zarrckpt._errors import one_line
 from zarrckpt._format.documents import join
-from zarrckpt._store._archive import SUFFIX
+from zarrckpt._store._archive import SUFFIX, is_archive_name
+from zarrckpt._store._base import is_system_file
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -28,7 +29,7 @@ def describe_files(store: Store, listed: FolderContents) -> str:
     One request, for the first bytes of an object that has the url as its name, if the listing is empty.
     """
     if listed.objects:
-        return _describe_names(store, listed.objects)
+        return _describe_names(store, [name for name in listed.objects if not is_system_file(name)])
     return "" if listed.folders else _describe_head(store, store.first_bytes(_HEAD_BYTES))
 
 
@@ -57,7 +58,7 @@ def _describe_names(store: Store, names: Sequence[str]) -> str:
         return _import_text(store, "a folder of safetensors files")
     if found := [name for name in names if name.endswith(_TORCH_SUFFIXES)]:
         return _import_text(store, f"a folder with files named as those of torch.save ({names_text(found)})", found[0])
-    if renamed := [name for name in names if name.endswith(".zip")]:
+    if renamed := [name for name in names if name.endswith(".zip") and not is_archive_name(name)]:
         return f"It has the ZIP archive {renamed[0]!r}. If it is a checkpoint, its name must end with {SUFFIX}"
     return ""
 
