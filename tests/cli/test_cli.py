@@ -240,6 +240,10 @@ def test_the_error_for_files_of_other_libraries_names_import(tmp_path: Path, mon
         assert doctor.exit_code and f"zarrckpt import {place} " in doctor.stdout + doctor.stderr
     with pytest.raises(zarrckpt.ForeignObjectsError, match="To save, use another path"):
         zarrckpt.save({"w": torch.ones(3)}, tmp_path / "dcp")
+    shutil.make_archive(str(tmp_path / "one"), "tar", tmp_path / "one")
+    assert "It is a file. A checkpoint is a folder" in run("ls", tmp_path / "one.tar").stderr
+    shutil.copytree(tmp_path / "one", tmp_path / "unpacked.zarr.zip")
+    assert "It is a folder. If it is a checkpoint, rename it" in run("ls", tmp_path / "unpacked.zarr.zip").stderr
     # A url never means the local path of its name.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tmp_path / "folder", tmp_path / "memory:" / "tensors")

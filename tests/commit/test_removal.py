@@ -108,9 +108,7 @@ def test_files_of_operating_systems_are_ignored_and_deleted(
     store.put("step-1/.DS_Store", [b"Bud1"])
     for overwrite in (False, True):
         zarrckpt.save(STATE, f"{run}/step-1", overwrite=overwrite, **args)
-        for folder in {info.key.rpartition("/")[0] for info in store.list()} | {"step-1/@zarrckpt"}:
-            for name in SYSTEM_FILES:
-                store.put(f"{folder}/{name}".lstrip("/"), [b"\0\5\26\7"])
+        _add_system_files(store, *(f"step-1/@zarrckpt{name}" for name in ("", "/pins", "/removed")))
     store.put("._step-1.zarr.zip", [b"\0\5\26\7"])
     store.put(".step-2.zarr.zip.x7.zarr.zip", [b"PK"])  # as rsync names an unfinished copy
     assert (
@@ -121,8 +119,21 @@ def test_files_of_operating_systems_are_ignored_and_deleted(
     zarrckpt.remove(f"{run}/step-1", **args)
     assert {info.key for info in store.list() if info.key.startswith("step-1")} == set()
     assert zarrckpt.latest(run, **args) is None
+
+    # A save that was killed before its commit.
+    zarrckpt.save(STATE, f"{run}/step-1", **args)
+    _add_system_files(store, "step-1/@zarrckpt/pins")
+    store.delete(["step-1/zarr.json"])
+    zarrckpt.recover(f"{run}/step-1", stopped=True, **args)
+    assert {info.key for info in store.list() if info.key.startswith("step-1")} == set()
     if backend == "local":
         assert not (tmp_path / "run/step-1").exists()
+
+
+def _add_system_files(store: Store, *folders: str) -> None:
+    for folder in {info.key.rpartition("/")[0] for info in store.list()}.union(folders):
+        for name in SYSTEM_FILES:
+            store.put(f"{folder}/{name}".lstrip("/"), [b"\0\5\26\7"])
 
 
 def test_an_export_to_dcp_ignores_hidden_files_of_nfs(tmp_path: Path) -> None:

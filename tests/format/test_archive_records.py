@@ -254,6 +254,18 @@ def test_an_archive_has_one_content_for_all_readers(url: Path, saved: bytes, tmp
         zarrckpt.load({"model": {"w": torch.zeros(6, 4)}}, url, keys=["model.w"])
 
 
+def test_a_second_directory_behind_zip64_records_is_refused(url: Path, saved: bytes) -> None:
+    """zipfile reads the directory of the ZIP64 records, and other programs read that of the end record."""
+    size, begin = struct.unpack("<2I", saved[-10:-2])
+    directory, end, (count,) = saved[begin : begin + size], saved[-22:], struct.unpack("<H", saved[-12:-10])
+    numbers = (44, 45, 45, 0, 0, count, count, size, begin + size)
+    records = struct.pack("<4sQ2H2I4Q", b"PK\6\6", *numbers) + struct.pack("<4sIQI", b"PK\6\7", 0, begin + 2 * size, 1)
+    url.write_bytes(saved[:-22] + directory + records + end)
+    assert zipfile.ZipFile(url).testzip() is None
+    with pytest.raises(CorruptCheckpointError, match="different directories"):
+        zarrckpt.open(url)
+
+
 @pytest.mark.parametrize("place", [6, 8, 14, 18, 22, 26, 30])
 def test_a_local_header_of_another_entry_is_refused(place: int, url: Path, saved: bytes) -> None:
     """Flags, method, CRC-32, sizes, length of the name, name. Programs that unpack a stream use only this header."""

@@ -825,6 +825,12 @@ def test_tied_weights_are_one_file(save: Callable[..., Any], compression: Any, t
         zarrckpt.open(tmp_path / name).verify().raise_if_damaged()
 
 
+def test_a_copy_in_memory_keeps_all_ties_that_become_links(tmp_path: Path) -> None:
+    weight = torch.rand(128, 128)
+    report = zarrckpt.async_save({"a": weight, "b": weight}, tmp_path / "one").result()
+    assert report.linked_bytes == report.sent_bytes == report.nbytes // 2
+
+
 def test_tied_weights_of_a_base_are_reused(tmp_path: Path) -> None:
     state = {"model": Tied(), "step": 1}
     zarrckpt.save(state, tmp_path / "base", options=ON)

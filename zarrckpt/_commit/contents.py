@@ -141,7 +141,7 @@ class UrlContents:
     probes: list[str]
     """Keys of objects with which a store's conditional puts were tested."""
     system_files: list[str]
-    """Keys of files that operating systems have added, at the url and in the group of its saves."""
+    """Keys of files that operating systems have added, at the url and below the group of its saves."""
     pins: list[str]
     """Keys of the pins of the checkpoint, or of an earlier one that is gone."""
     removal: bool = False
@@ -183,7 +183,7 @@ def read_contents(store: Store, *, allow_damaged: bool = False, beside_checkpoin
         seen = _list_in_order(store, read_listings(store))
         root = parse_committed(store, seen.committed_document, allow_damaged=allow_damaged or seen.removal)
         markers = read_markers(store, root, seen, beside_checkpoints=beside_checkpoints and not seen.removal)
-        group = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0]]
+        group = [info.key for info in store.list(RESERVED_GROUP)]
         probes = [key for key in group if key.startswith(f"{RESERVED_GROUP}/{PROBE}")]
         added = [*filter(is_system_file, (*group, *sorted(seen.names)))]
         root_bytes = None if seen.committed_document is None else seen.committed_document.data

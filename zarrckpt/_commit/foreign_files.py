@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zarrckpt._commit.listings import FolderContents
 from zarrckpt._errors import one_line
 from zarrckpt._format.documents import join
-from zarrckpt._store._archive import SUFFIX
+from zarrckpt._store._archive import SUFFIX, is_archive_name
+from zarrckpt._store._base import is_system_file
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -27,8 +29,10 @@ def describe_files(store: Store, listed: FolderContents) -> str:
 
     One request, for the first bytes of an object that has the url as its name, if the listing is empty.
     """
+    if store.is_archive and store.is_local and os.path.isdir(store.url):
+        return f"It is a folder. If it is a checkpoint, rename it: the name of a folder must not end with {SUFFIX}"
     if listed.objects:
-        return _describe_names(store, listed.objects)
+        return _describe_names(store, [name for name in listed.objects if not is_system_file(name)])
     return "" if listed.folders else _describe_head(store, store.first_bytes(_HEAD_BYTES))
 
 
@@ -44,7 +48,9 @@ def _describe_head(store: Store, head: bytes) -> str:
         return _import_text(store, "a pickle, as torch.save wrote before PyTorch 1.6")
     if head[6:9] == b"\0\0{":  # after the length of the JSON header
         return _import_text(store, "a safetensors file")
-    return ""
+    # Web servers answer the url of a folder with a page.
+    is_page = head.lstrip().startswith(b"<")
+    return "" if is_page or not head else f"It is a file. A checkpoint is a folder, or a ZIP archive *{SUFFIX}"
 
 
 def _describe_names(store: Store, names: Sequence[str]) -> str:
@@ -57,7 +63,7 @@ def _describe_names(store: Store, names: Sequence[str]) -> str:
         return _import_text(store, "a folder of safetensors files")
     if found := [name for name in names if name.endswith(_TORCH_SUFFIXES)]:
         return _import_text(store, f"a folder with files named as those of torch.save ({names_text(found)})", found[0])
-    if renamed := [name for name in names if name.endswith(".zip")]:
+    if renamed := [name for name in names if name.endswith(".zip") and not is_archive_name(name)]:
         return f"It has the ZIP archive {renamed[0]!r}. If it is a checkpoint, its name must end with {SUFFIX}"
     return ""
 

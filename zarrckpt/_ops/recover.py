@@ -132,7 +132,7 @@ def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
         store.delete(found.pins)
     if stopped:
         claims = [CLAIM_KEY] if found.claimed and found.root_bytes is None else []
-        store.delete([*found.probes, *claims])
+        store.delete([*found.probes, *claims, *([] if found.root_bytes else found.system_files)])
         objects += len(claims)
         sweep_temporary_files(store)
         if found.root_bytes is None and found.begun:

@@ -19,6 +19,7 @@ import torch
 from zarrckpt._format.module_versions import versions_of
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
+from zarrckpt._save.reuse import MIN_SHARED_BYTES
 from zarrckpt._state.accelerators import allocate_pinned, is_accelerator, wait_for_streams
 from zarrckpt._state.digests import is_parameter_list
 from zarrckpt._state.flatten import OwnRank, is_flattened, new_dict
@@ -35,7 +36,7 @@ _MAX_COPY_THREADS = 4
 _BATCH_BYTES = 16 << 20
 """The number of bytes that a thread copies per job."""
 
-_SHARED_BYTES = 1 << 20
+_SHARED_BYTES = MIN_SHARED_BYTES
 """Tensors of at least this size are checked for shared memory (tied weights). Smaller ones are copied once per name."""
 
 

@@ -30,6 +30,7 @@ from zarrckpt._store._base import (
     Store,
     byte_views,
     check_key,
+    is_system_file,
 )
 from zarrckpt._store._linkable import LinkableFile
 from zarrckpt._store._local_folders import Folders, refuse_links
@@ -242,7 +243,7 @@ class LocalStore(Store):
         paths = {
             path for path in paths if not any(map(os.path.islink, {path, *self._folders.above(path)} - {self._root}))
         }
-        self._call_on_each("deleting", sorted(paths), _remove_helpers)
+        self._call_on_each("deleting", sorted(paths), _remove_files)
         self._remove_folders(paths.union(*map(self._folders.above, paths)) - {self._root})
 
     def remove_folder(self, folder: str = "") -> None:
@@ -251,11 +252,11 @@ class LocalStore(Store):
             return
         self._folders.forget()
         tree = [*os.walk(path, topdown=False)]
-        if all(files.is_helper_name(name) for _, _, names in tree for name in names):
+        if all(_is_no_object(name) for _, _, names in tree for name in names):
             for inner, _, _ in tree:
                 # Another user may own it or its parent. An empty folder does no harm.
                 with suppress(OSError):
-                    _remove_helpers(inner)
+                    _remove_files(inner, _is_no_object)
                     os.rmdir(inner)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -451,10 +452,14 @@ def _remove(path: str) -> None:
             os.unlink(name)
 
 
-def _remove_helpers(folder: str) -> None:
-    """Remove the helper files that dead processes left in a folder."""
+def _is_no_object(name: str) -> bool:
+    return files.is_helper_name(name) or is_system_file(name)
+
+
+def _remove_files(folder: str, is_removed: Callable[[str], bool] = files.is_helper_name) -> None:
+    """Remove files from a folder by their names. Default: the helper files that dead processes left."""
     with _unless_absent(), os.scandir(folder) as entries:
-        for path in [item.path for item in entries if files.is_helper_name(item.name)]:
+        for path in [item.path for item in entries if is_removed(item.name)]:
             # If its writer is alive, it notices that the file is missing and writes it again.
             with _unless_absent():
                 os.unlink(path)

@@ -157,6 +157,8 @@ def read_directory(file: IO[bytes], url: str) -> tuple[dict[str, ZipEntry], dict
     infos.sort(key=lambda info: info.header_offset)
     if infos and infos[0].header_offset:
         raise damage(url, f"{infos[0].header_offset:,} bytes precede its first entry")
+    if numbers[5] not in (begin, _MAX32):
+        raise damage(url, "its end record and its ZIP64 end record name different directories", _UNPACK)
     entries: dict[str, ZipEntry] = {}
     ends: dict[str, int] = {}
     for info, end in zip(infos, [*(info.header_offset for info in infos[1:]), begin], strict=False):
@@ -176,7 +178,7 @@ def _check_entry(info: zipfile.ZipInfo, end: int, url: str) -> None:
     if info.orig_filename != name or not _NAME.fullmatch(name.removesuffix("/")) or (info.is_dir() and info.file_size):
         raise damage(url, f"its entry {info.orig_filename!r:.200} has the name of no file below a folder", _UNPACK)
     if (not name.isascii() and not info.flag_bits & _UTF8) or _has_other_name(info.extra):
-        raise damage(url, f"its entry {name!r} has a name that is not in UTF-8", f"{_UNPACK}, or use zip -UN=UTF8")
+        raise damage(url, f"its entry {name!r} has a name that is not in UTF-8", f"{_UNPACK}. zarrckpt cp packs it")
     if info.compress_type or info.compress_size != info.file_size:
         raise damage(url, f"its entry {name!r} is compressed", f"{_UNPACK}, or pack it without compression (zip -0 -r)")
     if info.flag_bits & ~_PLAIN_FLAGS or info.volume or kind not in (0, _FOLDER if info.is_dir() else _REGULAR):
