@@ -163,6 +163,42 @@ def test_parts_of_state_dicts_have_their_versions(tmp_path: Path) -> None:
     assert versions(target["n"]["m"]) == versions(target["rest"]) == NEW
 
 
+def test_a_scripted_module_is_saved_and_loaded(tmp_path: Path) -> None:
+    module = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    zarrckpt.save({"m": module}, tmp_path / "c")
+    other = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    zarrckpt.load({"m": other}, tmp_path / "c")
+    assert _equal(other, module)
+    assert versions(zarrckpt.open(tmp_path / "c").load()["m"]) == versions(module.state_dict())
+
+
+class Noting(NewLayer):
+    """Adds a member to the metadata of its state dict, and needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda module, state, prefix, metadata: metadata.update(heads=7))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        assert metadata["heads"] == 7
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("form", ["module", "state dict", "Stateful"])
+def test_a_target_keeps_other_members_of_its_metadata(form: str, tmp_path: Path) -> None:
+    old, new = Net(Layer), Net(Noting)
+    zarrckpt.save({"m": {"net": old.state_dict(), "count": 1} if form == "Stateful" else old}, tmp_path / "c")
+    average = Average(Noting)
+    average.net = new
+    loaded = copy.deepcopy(new.state_dict())
+    target = {"module": new, "state dict": loaded, "Stateful": average}[form]
+    with warnings.catch_warnings(record=True):  # of state dicts
+        zarrckpt.load({"m": target}, tmp_path / "c")
+    if form == "state dict":
+        new.load_state_dict(loaded)
+    assert _equal(new, _converted(old))
+
+
 def test_versions_other_than_integers_are_named_and_left_out(tmp_path: Path) -> None:
     net = nn.Sequential(Layer(), Layer(), Layer())
     net[0]._version, net[1]._version, net[2]._version = "new", True, 1 << 70  # type: ignore[assignment]

@@ -494,6 +494,15 @@ def test_lists_of_tensors_keep_their_order(tmp_path: Path) -> None:
     assert [int(tensor) for tensor in target["many"]] == [*range(12)]
 
 
+@pytest.mark.parametrize("key", [1, None, 1.5, True])
+def test_keys_of_one_name_are_refused(key: Any, tmp_path: Path) -> None:
+    """Also if the entries below them have different names, because a reader refuses the keys."""
+    state = {"a": {key: {"x": 1}, str(key): {"y": torch.ones(2)}}}
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=rf"'a\.{key}\.y' contradicts another entry.*type of key"):
+        zarrckpt.save(state, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
 def test_two_entries_of_one_flat_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(zarrckpt.UnsupportedValueError, match=r"the name 'a\.b'"):
         zarrckpt.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "one")

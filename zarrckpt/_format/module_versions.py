@@ -44,9 +44,14 @@ def versions_of(state_dict: Any) -> dict[str, int] | None:
 
 
 def put_versions(state_dict: Any, versions: Mapping[str, int]) -> None:
-    """Give a state dict these versions as its ``_metadata``, if its class allows attributes. A plain dict does not."""
+    """Give a state dict these versions in its ``_metadata``, if its class allows attributes. A plain dict does not.
+
+    Other members of modules in its own ``_metadata``, which hooks add, are kept.
+    """
     if hasattr(state_dict, "__dict__"):
-        state_dict._metadata = OrderedDict((path, {"version": version}) for path, version in versions.items())
+        own = getattr(state_dict, "_metadata", None) or {}
+        rows = ((path, {**own.get(path, {}), "version": version}) for path, version in versions.items())
+        state_dict._metadata = OrderedDict(rows)
 
 
 def flat_versions(versions: Versions) -> dict[str, int]:

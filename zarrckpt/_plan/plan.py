@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zarrckpt._commit.marker import Marker
+from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
 from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.levels import Levels
 from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
-from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._format.wire import record
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
@@ -115,6 +117,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     with _without_garbage_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
+        _refuse_contradictions(state.paths, node_paths)
         total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
         sizes = {"max_chunk_bytes": options.max_chunk_bytes, **options.merging(total, state.world_size)}
         # Equal boxes give equal grids, so thousands of equal layers are computed once.
@@ -143,6 +146,17 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
+
+
+def _refuse_contradictions(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) -> None:
+    """Raise UnsupportedValueError for different keys with one name (0 and "0"), because readers refuse them."""
+    levels = Levels("the state cannot be saved")
+    try:
+        for fqn, path in paths.items():
+            # Ranks may have different containers: one of them is stored.
+            levels.add(fqn, StatePath(path.keys, [DICT] * len(path)), node_paths[fqn].split("/"))
+    except CorruptCheckpointError as err:
+        raise UnsupportedValueError(f"{err}. Keys such as 0 and '0' have one name: use one type of key") from None
 
 
 def _can_keep(grid: Grid, shape: Ints, boxes: Sequence[Box], largest: int) -> bool:

@@ -51,7 +51,8 @@ def submodule(module: Any, name: str) -> Any:
 
     ``getattr`` would also return properties, and attributes of a wrapped module.
     """
-    return module._modules.get(name)
+    children = module._modules  # a ScriptModule's has no get()
+    return children[name] if name in children else None  # noqa: SIM401
 
 
 def non_persistent_buffers(module: Any) -> list[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.state_path import LIST, StatePath
 from zarrckpt._state.flatten import build, flatten, stems
 from zarrckpt._state.group_options import Name
@@ -49,14 +50,18 @@ class ExtraState:
             if part and not self._is_of(own, fqn):
                 found.setdefault(part, []).append((path, fqn))
         order: list[str] = []
-        if any(part[0] == "state" or self._has_number(rows) for part, rows in found.items()):
+        if any(part[0] == "state" or self._is_numbered(rows, len(names)) for part, rows in found.items()):
             order = [str(name) for group in saved_groups(self._prefix, saved) for name in group]
         for part, rows in found.items():
             # Without a list of parameters, each key can be one.
             is_parameter = part[0] == "state" and (not order or self._is_of({*order}, rows[0][1]))
-            # Numbers can be those of parameters.
-            is_misnumbered = self._has_number(rows) and order != [*map(str, names)]
-            if not (is_parameter or is_misnumbered or all(self._has_target(fqn) for _, fqn in rows)):
+            if not is_parameter and self._is_numbered(rows, len(names)) and order != [*map(str, names)]:
+                raise KeyMismatchError(
+                    f"{rows[0][1]!r} has a number that can be that of a parameter, but the checkpoint has the order "
+                    f"{order[:5]} of parameters, and the optimizer {[*map(str, names[:5])]}. Nothing was loaded. Pass "
+                    "the parameters in the order in which they were saved, or leave these entries out (keys=)"
+                )
+            if not (is_parameter or all(self._has_target(fqn) for _, fqn in rows)):
                 self._rows[part] = rows
         forms = [saved.tensor(fqn) for rows in self._rows.values() for _, fqn in rows]
         sizes = (math.prod(form.shape) * form.dtype.itemsize for form in forms if form is not None)
@@ -84,12 +89,16 @@ class ExtraState:
         # The path of a renamed entry can have several keys for a name.
         return fqn.startswith(stem) and any(name in names for name in stems(fqn.removeprefix(stem)))
 
-    def _has_number(self, rows: Sequence[tuple[StatePath, str]]) -> bool:
-        return any(
-            type(key) is int and container != LIST
-            for path, _ in rows
-            for key, container in zip(path.keys[self._depth :], path.containers[self._depth :], strict=True)
-        )
+    def _is_numbered(self, rows: Sequence[tuple[StatePath, str]], n: int) -> bool:
+        """Whether a part has a dict with numbers as keys, or a list with an item for each of n parameters."""
+        lists: dict[str, set[Any]] = {}
+        for path, _ in rows:
+            for depth in range(self._depth, len(path)):
+                if path.containers[depth] == LIST:
+                    lists.setdefault(path.stem(depth), set()).add(path.keys[depth])
+                elif type(path.keys[depth]) is int:
+                    return True
+        return any(len(positions) == n > 1 for positions in lists.values())
 
     def _has_target(self, fqn: str) -> bool:
         name, entry = fqn.removeprefix(self._prefix), self._saved.tensor(fqn)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
@@ -141,6 +142,21 @@ def refuse_other_parameters(
                     "optimizer in the order in which they were saved. If the optimizer keeps state with another shape "
                     "than its parameter, make one step before the load"
                 )
+
+
+def refuse_other_order(prefix: str, parameters: Mapping[Name, torch.Tensor], saved: RequestedEntries) -> None:
+    """Raise KeyMismatchError if saved state is one vector for all parameters, as LBFGS has, and their order differs."""
+    n, stem = sum(p.numel() for p in parameters.values() if not is_lazy(p)), f"{prefix}state."
+    forms = ((fqn, saved.tensor(fqn)) for fqn in saved.below(stem)) if len(parameters) > 1 else ()
+    fqn = next((fqn for fqn, form in forms if form is not None and form.shape == (n,)), None)
+    if fqn is None:
+        return
+    names = [name for group in saved_groups(prefix, saved) for name in group]
+    if names != [*parameters]:
+        raise KeyMismatchError(
+            f"{fqn!r} is one vector for all parameters, in the order {names[:5]}, but the optimizer has the order "
+            f"{[*parameters][:5]}. Nothing was loaded. Pass the parameters in the order in which they were saved"
+        )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:

@@ -28,6 +28,7 @@ from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.optimizer_extras import ExtraState
 from zarrckpt._state.optimizer_forms import (
     held_here,
+    refuse_other_order,
     refuse_other_parameters,
     saved_order,
     state_dict_of,
@@ -181,6 +182,7 @@ class OptimizerTarget:
             order = saved_order(self.prefix, len(keys), optimizer, saved, named=own.are_named)
             if order is not None or not own.are_named:
                 own.take_order(order or [*own.by_number], self.prefix, optimizer, saved)
+            refuse_other_order(self.prefix, dict(own), saved)
             self.state_dict = self._parameters.named(state_dict_of(optimizer))
             parameters = held_here(optimizer, dict(self._parameters))
         state = self.state_dict["state"]
@@ -218,8 +220,12 @@ class OptimizerTarget:
         given = self._blank_state(saved, {*names})
         if given is None:
             return
-        is_subclass = other in {"", *(kind.__name__ for kind in type(own).__mro__)}
-        if not is_subclass:
+        if not other and type(own).__module__.startswith("torch.optim."):
+            # Without a class, a step of torch's own classes proves only that no key of the state is used.
+            created = (slots_of_step(own, given["param_groups"]) or set()) - {"step"}
+            if slots and created and created.isdisjoint(slots):
+                raise self._other_class(other, "whose state differs")
+        elif other and other not in {kind.__name__ for kind in type(own).__mro__}:
             created = slots_of_step(own, given["param_groups"])
             if created is None or not created <= slots or bool(created) != bool(slots):
                 raise self._other_class(other, "whose state differs")
