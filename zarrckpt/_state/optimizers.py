@@ -222,8 +222,8 @@ class OptimizerTarget:
             return
         if not other and type(own).__module__.startswith("torch.optim."):
             # Without a class, a step of torch's own classes proves only that no key of the state is used.
-            created = (slots_of_step(own, given["param_groups"]) or set()) - {"step"}
-            if slots and created and created.isdisjoint(slots):
+            own_slots = (slots_of_step(own, given["param_groups"]) or set()) - {"step"}
+            if slots and own_slots and own_slots.isdisjoint(slots):
                 raise self._other_class(other, "whose state differs")
         elif other and other not in {kind.__name__ for kind in type(own).__mro__}:
             created = slots_of_step(own, given["param_groups"])
