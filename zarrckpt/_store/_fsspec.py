@@ -93,8 +93,7 @@ class FsspecStore(ClientStore):
         shared = fs.async_impl or self._memory
         self._opened: Any = SimpleNamespace() if shared else threading.local()
         self._opened.fs, self._opened.pid = fs, os.getpid()
-        self.max_concurrency = self.max_concurrency if shared else 8
-        self.lists_all = not self._http
+        self.max_concurrency, self.lists_all = self.max_concurrency if shared else 8, not self._http
         creates, matches = None if names & _CREATES else False, None if self._s3 else False
         self._conditions = ConditionSupport(True, True) if self._memory else ConditionSupport(creates, matches)
 
@@ -160,9 +159,8 @@ class FsspecStore(ClientStore):
         return self.call(f"reading {key!r}", lambda: self._ask_s3("head_object", key)["ETag"], key)
 
     def _ask_s3(self, method: str, key: str) -> Any:
-        fs = self._fs
-        bucket, name, _ = fs.split_path(self.name(key))
-        return fs.call_s3(method, Bucket=bucket, Key=name)
+        bucket, name, _ = self._fs.split_path(self.name(key))
+        return self._fs.call_s3(method, Bucket=bucket, Key=name)
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
         return bytes(self._fs.cat_file(name, start=start, end=end))
@@ -186,20 +184,24 @@ class FsspecStore(ClientStore):
         self.call(f"writing {key!r}", lambda: self._write(self.name(key), data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        with _LOCK if self._memory else contextlib.nullcontext():
-            return self._put_if(key, data, mode="create")
+        return self._put_in_memory(key, data, None) if self._memory else self._put_if(key, data, mode="create")
 
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
         if self._memory:
-            with _LOCK:
-                found = self.read_if_any(key)
-                return found is not None and found.version == version and self._put_if(key, data)
+            return self._put_in_memory(key, data, version)
         if self._put_if(key, data, IfMatch=version):
             return True
         found = self.read_if_any(key)
         # Refused although the version is unchanged: Ceph compares the e-tag without quotes. The server still decides.
         unchanged = found is not None and found.version == version
         return unchanged and self._put_if(key, data, IfMatch=str(version).strip('"'))
+
+    def _put_in_memory(self, key: str, data: bytes, version: Any) -> bool:
+        with _LOCK:
+            found = self.read_if_any(key)
+            if matches := (found and found.version) == version:
+                self.put(key, [data])
+            return matches
 
     def _put_if(self, key: str, data: bytes, **condition: Any) -> bool:
         def request() -> bool:
@@ -238,13 +240,12 @@ class FsspecStore(ClientStore):
             if self._hdfs and fs.exists(path):
                 raise FileExistsError(path)
             fs.mv(temp, path)
+            return
         except BaseException as error:
             if not isinstance(error, FileExistsError) and getattr(error, "errno", None) != errno.EEXIST:
                 with contextlib.suppress(Exception):
                     self.delete_named(temp)
                 raise
-        else:
-            return
         # SMB, for example, cannot rename over a file. For a moment there is none under this name.
         self.delete_named(path)
         try:
@@ -292,7 +293,6 @@ class FsspecStore(ClientStore):
         for path, info in self.call(f"listing {prefix!r}", request):
             # No objects are helper files of a write, files that NFS keeps after their deletion, and names of folders.
             helper = path.endswith((_PART, "/")) or is_silly_name(path.rpartition("/")[2])
-            # A listing of an object contains the object itself.
             name = path[len(start) + 1 :].rstrip("/") if path.startswith(f"{start}/") else ""
             if self._http:
                 # The links of a web page are encoded, and those with "?" sort it.
@@ -380,8 +380,6 @@ def _session_class() -> type:
 
 def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
     """Whether the server refused the condition. s3fs has a distinct error for one case, and keeps answers as causes."""
-    if not condition:
-        return False
     if isinstance(error, FileExistsError):
         return True
     if isinstance(error, FileNotFoundError):
