@@ -206,7 +206,7 @@ def next_save(gathered: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, i
 
 def group_digests_of(state: GlobalState) -> list[bytes]:
     """Return each rank's message about its replicas: the name and a digest of each group of ranks with equal boxes."""
-    found: list[dict[bytes, None]] = [{} for _ in range(state.ranks)]
+    found: list[dict[bytes, None]] = [{} for _ in range(state.world_size)]
     for ranks in {ranks.tobytes(): ranks for ranks in state.compared.values()}.values():
         _add(found, ranks)
     for holders in {id(tensor.holders): tensor.holders for tensor in state.tensors.values()}.values():
