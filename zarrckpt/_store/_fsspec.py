@@ -199,7 +199,8 @@ class FsspecStore(ClientStore):
     def _put_in_memory(self, key: str, data: bytes, version: Any) -> bool:
         with _LOCK:
             found = self.read_if_any(key)
-            if matches := (found and found.version) == version:
+            matches = bool((found and found.version) == version)
+            if matches:
                 self.put(key, [data])
             return matches
 
