@@ -19,7 +19,7 @@ from zarrckpt._format.grid import Box, Grid, Ints
 from zarrckpt._format.levels import Levels
 from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
-from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._format.state_path import DICT, StatePath, with_shared_nans
 from zarrckpt._format.wire import record
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
@@ -154,7 +154,7 @@ def _refuse_contradictions(paths: Mapping[str, StatePath], node_paths: Mapping[s
     try:
         for fqn, path in paths.items():
             # Ranks may have different containers: one of them is stored.
-            levels.add(fqn, StatePath(path.keys, [DICT] * len(path)), node_paths[fqn].split("/"))
+            levels.add(fqn, StatePath(with_shared_nans(path.keys), [DICT] * len(path)), node_paths[fqn].split("/"))
     except CorruptCheckpointError as err:
         raise UnsupportedValueError(f"{err}. Keys such as 0 and '0' have one name: use one type of key") from None
 
