@@ -52,8 +52,8 @@ def list_below(store: Store) -> FolderContents:
     names |= {name for name in (*folders, *filter(is_archive_name, objects)) if not name.startswith("@")}
     # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
-    # Tools for copies keep an unfinished archive under a hidden name.
-    hidden = {name for name in names if is_system_file(name) or (is_archive_name(name) and name.startswith("."))}
+    # Tools for copies keep unfinished folders and archives under hidden names, and trash cans have such names.
+    hidden = {name for name in names if name.startswith(".") or is_system_file(name)}
     return FolderContents(sorted(names - hidden - {_OF_FILESYSTEMS}), objects, has_save, RUN_GROUP in folders)
 
 

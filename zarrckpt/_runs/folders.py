@@ -174,9 +174,9 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[C
 
 
 def refuse_unreadable(store: Store, found: Iterable[CheckpointFolder]) -> None:
-    """Raise StorageError for a folder that could not be read, unless its name begins with a dot, as of a trash can."""
+    """Raise StorageError for a folder that could not be read."""
     for below in found:
-        if below.unreadable and not below.name.startswith("."):
+        if below.unreadable:
             raise StorageError(
                 f"{join(store.url, one_line(below.name))} cannot be read, but may have the requested checkpoint: "
                 f"{below.damage}. Make it readable, move it elsewhere, or name another checkpoint"

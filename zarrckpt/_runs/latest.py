@@ -39,9 +39,8 @@ def latest(
     number has a checkpoint, the one that was committed last among the others is returned.
 
     If a folder that may have a newer checkpoint cannot be read, StorageError names it. If a checkpoint is found,
-    unreadable folders without a number only cause a warning. Unreadable folders whose names begin with a dot never
-    raise an error. ``lost+found`` is not read. If there is no checkpoint but the files of another library, a warning
-    names them.
+    unreadable folders without a number only cause a warning. ``lost+found`` and names that begin with a dot are
+    ignored. If there is no checkpoint but the files of another library, a warning names them.
 
     Under ``torch.distributed`` every rank of the group calls it. The coordinator (rank 0 of the group) reads the
     folders, and all ranks return the same. Costs all pages of one listing, one request for each skipped folder, and one
