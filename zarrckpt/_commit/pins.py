@@ -9,7 +9,7 @@ from typing import Any
 
 from zarrckpt._commit.contents import read_contents
 from zarrckpt._commit.discovery import load_root
-from zarrckpt._commit.marker import PINS, Pin, new_id, parse_pin, pin_key
+from zarrckpt._commit.marker import PINS, Pin, new_id, pin_key
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointPinnedError,
@@ -23,7 +23,7 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import RESERVED_GROUP, Root
-from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._format.sealed import is_save_id, now, parse_sealed
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import Store, StoreSpec, Url
 
@@ -121,7 +121,7 @@ def list_pins(store: Store) -> list[Pin]:
     def read(pin_id: str) -> Pin | None:
         key = pin_key(pin_id)
         try:
-            pin = parse_pin(store.get(key), f"the pin {join(store.url, key)}")
+            pin = parse_sealed(Pin, store.get(key), f"the pin {join(store.url, key)}")
         except ObjectNotFoundError:
             return None
         except (CorruptCheckpointError, ForeignObjectsError):

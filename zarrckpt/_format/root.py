@@ -18,7 +18,7 @@ from zarrckpt._format.json_values import MAX_JSON_VALUE
 from zarrckpt._format.levels import Levels
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.module_versions import StoredVersions, expand, parse_versions
-from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
+from zarrckpt._format.sealed import Members, nesting_bounded, parse_strictly, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
 from zarrckpt._format.wire import record
 
@@ -289,7 +289,8 @@ def parse_root(data: bytes, where: str) -> Root:
     Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError if anything is inconsistent. Allocates
     no memory of a size from the document before the size is checked.
     """
-    document, members = parse_sealed(data, where)
+    document, own = parse_strictly(data, where)
+    members = Members(own, where)
     members.sequence("features")
     save_id, tree = members.save_id("save_id"), members.text("tree")
     if tree and tree != f"@{save_id}":

@@ -7,10 +7,14 @@ the whole document. This module encodes and parses them, and gives typed access 
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from zarrckpt._errors import (
     CorruptCheckpointError,
@@ -26,15 +30,76 @@ T = TypeVar("T")
 
 FORMAT = 1
 
-_SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
+_BEGIN = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{'
+_SEAL = _BEGIN + b'"crc32c":"'
 """The beginning of the bytes of each document. The 8 digits of the checksum follow."""
 _UNSEALED = "00000000"
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
 
+Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""The id of a save, a pin, a removal, a run or a job."""
+IdOrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z\Z")]
+"""A time such as 2026-11-21T15:01:31.597454Z."""
+
+
+class Document(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The members of the attribute ``zarrckpt`` of a document, in the order in which they are stored.
+
+    The checksum and the format precede them. Other members of stored documents are ignored.
+    """
+
+    def to_bytes(self) -> bytes:
+        """Return the stored bytes of the document."""
+        return _encode(_Group(3, "group", _Attributes(self)))
+
+
+D = TypeVar("D", bound=Document)
+
+
+class _Attributes(msgspec.Struct, Generic[D]):
+    zarrckpt: D
+
+
+class _Group(msgspec.Struct, Generic[D]):
+    zarr_format: Literal[3]
+    node_type: Literal["group"]
+    attributes: _Attributes[D]
+
+
+def _encode(group: _Group[Any]) -> bytes:
+    try:
+        data = msgspec.json.encode(group)
+    except UnicodeEncodeError as err:
+        raise UnsupportedValueError(f"a text with a lone surrogate cannot be stored: {err.object!r:.200}") from err
+    return _seal(b'%s%s","format":%d,%s' % (_SEAL, _UNSEALED.encode(), FORMAT, data.removeprefix(_BEGIN)))
+
+
+@functools.cache
+def _decoder(kind: type[D]) -> msgspec.json.Decoder[_Group[D]]:
+    return msgspec.json.Decoder(_Group[kind])  # type: ignore[valid-type]
+
+
+def parse_sealed(kind: type[D], data: bytes, where: str) -> D:
+    """Return the members of a stored document. ``where`` is its name in errors. Raises as :func:`parse_strictly`."""
+    error: Exception | None = None
+    try:
+        group = _decoder(kind).decode(data)
+        found: D = group.attributes.zarrckpt
+        # These are the bytes that this package writes, so no member occurs twice, and the checksum is right.
+        if _encode(group) == data:
+            return found
+    except (msgspec.MsgspecError, CorruptCheckpointError, UnicodeError, RecursionError) as err:
+        error = err
+    parse_strictly(data, where)
+    if error is not None:
+        raise CorruptCheckpointError(f"{where} is not a document of this format: {error}") from error
+    return found
+
 
 def sealed_bytes(members: Json, attributes: Json | None = None, more: Json | None = None) -> bytes:
-    """Return the stored bytes of a document.
+    """Return the stored bytes of the root document.
 
     ``members`` are those of the attribute ``zarrckpt``, ``attributes`` the other attributes, and ``more`` further
     members of the document. Raises UnsupportedValueError if readers would refuse the number of arrays and objects.
@@ -55,7 +120,7 @@ def _seal(data: bytes) -> bytes:
     return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
 
 
-def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
+def parse_strictly(data: bytes, where: str) -> tuple[Json, Json]:
     """Return a stored document, and the members of its attribute ``zarrckpt``. ``where`` is its name in errors.
 
     Raises CorruptCheckpointError if the checksum differs or the document is not strict JSON, ForeignObjectsError if
@@ -81,7 +146,7 @@ def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
         )
     if not sealed:
         raise CorruptCheckpointError(f"{where} does not begin with its checksum")
-    return document, Members(own, where)
+    return document, own
 
 
 class Members:

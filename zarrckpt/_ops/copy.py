@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from zarrckpt._commit import attempts
@@ -102,7 +103,7 @@ def copy(
     check_limits(max_inflight_bytes=max_inflight_bytes)
     _refuse_claims(catalog, part, new_grids=bool(changes.chunks) or max_chunk_bytes is not None)
     root = dataclasses.replace(changed(select_entries(catalog.root, list(part)), changes), save_id=new_id(), tree="")
-    marker = dataclasses.replace(marker_of(root), started=now())
+    marker = msgspec.structs.replace(marker_of(root), started=now())
     attempt = attempts.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     running = _Copy(catalog, root, target, max_inflight_bytes, progress)

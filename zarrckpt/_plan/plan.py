@@ -51,7 +51,7 @@ class Layout:
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
         arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.non_tensors)])
-        return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
+        return Marker(save_id, "", "", started, tuple(arrays), tuple(sorted(parent_groups(arrays))))
 
 
 @record
