@@ -31,8 +31,7 @@ from zarrckpt._errors import (
     log,
     warn,
 )
-from zarrckpt._format.documents import NODE, group_document
-from zarrckpt._format.json_values import dumps
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE
 from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root
 from zarrckpt._store._archive import SUFFIX
 from zarrckpt._store._failures import is_full
@@ -151,7 +150,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, damaged_id: str = ""
             store.begin_archive(own.save_id, planned_bytes)
             if tree:
                 keys.append(f"{tree}/{NODE}")
-                store.put(keys[-1], [dumps(group_document())])
+                store.put(keys[-1], [GROUP_DOCUMENT])
             # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
             store.sync(keys)
             if seen.committed_document is not None:

@@ -132,7 +132,7 @@ class Claim(Document, frozen=True, rename={"save_id": "claim"}):
     save_id: Id
 
 
-class Removal(Document, frozen=True, rename={"save_id": "removed", "removal_id": "removal"}):
+class RemovalRecord(Document, frozen=True, rename={"save_id": "removed", "removal_id": "removal"}):
     """The record of a removal."""
 
     save_id: IdOrEmpty

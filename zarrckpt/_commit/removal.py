@@ -14,7 +14,7 @@ from zarrckpt._commit.marker import (
     REMOVAL_KEY,
     REMOVED,
     Marker,
-    Removal,
+    RemovalRecord,
     is_table_key,
     marker_key,
     new_id,
@@ -52,7 +52,7 @@ def remove_all(store: Store, found: UrlContents) -> int:
     Raises CheckpointPinnedError if the checkpoint is pinned, StorageError if the root document cannot be deleted. Then
     nothing was deleted.
     """
-    own = Removal("" if found.root is None else found.root.save_id, new_id(), now()).to_bytes()
+    own = RemovalRecord("" if found.root is None else found.root.save_id, new_id(), now()).to_bytes()
     objects = 0
     with suppress(_RemovalEndedError):
         record, is_first = _record_removal(store, own, begun=found.removal)

@@ -32,9 +32,8 @@ from zarrckpt._format.chunk_layout import (
     stored_size_is_right,
 )
 from zarrckpt._format.crc64 import crc64
-from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE, ArrayNode, join
 from zarrckpt._format.grid import Ints
-from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, DIGESTS, SIZES, WRITERS, table_node
 from zarrckpt._format.sealed import parse_sealed
 from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
@@ -247,7 +246,7 @@ class _Verification:
             yield _Expected(CLAIM_KEY, "", None, self._check_claim, optional=True)
             yield _Expected(marker_key(root.save_id), "", None, self._check_marker, optional=True)
         for path in root.groups():
-            yield self._exactly(join(path, NODE), "", dumps(group_document()))
+            yield self._exactly(join(path, NODE), "", GROUP_DOCUMENT)
         for fqn, node in self._arrays():
             yield self._exactly(join(root.tree, node.path, NODE), fqn, node.document_bytes())
 
