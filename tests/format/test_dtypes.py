@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import zarr
-from harness.internals import DTYPES, ArrayNode, Grid, by_name, by_torch_name, dumps
+from harness.internals import DTYPES, ArrayNode, Grid, by_name, by_torch_name
 from packaging.version import Version
 from zarr.codecs import BytesCodec
 from zarr.dtype import data_type_registry
@@ -116,7 +116,7 @@ def test_data_types_pickle_as_equals() -> None:
 def test_absent_chunks_read_as_the_fill_value(name: str, tmp_path: Path) -> None:
     node = ArrayNode("a", Grid((3,), (3,)), by_name(name))
     (tmp_path / "a").mkdir()
-    (tmp_path / "a/zarr.json").write_bytes(dumps(node.document()))
+    (tmp_path / "a/zarr.json").write_bytes(node.document_bytes())
     (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
     array = zarr.open_group(tmp_path, mode="r")["a"]
     other = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/a"}}, read=True).result()

@@ -259,36 +259,32 @@ class Mutator:
         elif pick == 3:
             self.other_key(own, fqn)
         elif pick == 4:
-            name = rand.choice(NASTY_KEYS)[1]
+            key, name = copy.deepcopy(rand.choice(NASTY_KEYS))
             entries[f"{fqn}.{name}"] = {"path": f"{entry['path']}/k", "value": 1}
-            own["keys"][f"{fqn}.{name}"] = [*self.keys_of(own, fqn), rand.choice(NASTY_KEYS)[0]]
+            own["keys"][f"{entry['path']}/k"] = rand.choice((key, copy.deepcopy(rand.choice(NASTY_KEYS)[0])))
         elif pick == 5:
             other = rand.choice([*entries])
-            for one in (fqn, other):
-                own["keys"][one] = self.keys_of(own, one)
+            for one, path in ((fqn, entries[other]["path"]), (other, entry["path"])):
+                own["keys"][path] = one.rpartition(".")[2]
             entry["path"], entries[other]["path"] = entries[other]["path"], entry["path"]
         elif pick == 6:
-            own["keys"][fqn] = self.keys_of(own, fqn)
             if "value" in entry:
                 entry["path"] = rand.choice([one for one in NASTY if isinstance(one, str)])
+            own["keys"][entry["path"]] = fqn.rpartition(".")[2]
         else:
             member = rand.choice(("software", "created", "world_size", "history", "later"))
             own[member] = copy.deepcopy(rand.choice(NASTY))
 
-    def keys_of(self, own: dict[str, Any], fqn: str) -> list[Any]:
-        """Return the keys of an entry in their JSON form."""
-        keys = own["keys"].get(fqn)
-        return list(keys) if keys is not None else own["entries"][fqn]["path"].split("/")
-
     def other_key(self, own: dict[str, Any], fqn: str) -> None:
-        """Give an entry another key at one level, and the fqn that fits it."""
-        keys = self.keys_of(own, fqn)
-        level = self.random.randrange(len(keys))
-        keys[level], name = copy.deepcopy(self.random.choice(NASTY_KEYS))
-        renamed = ".".join([*fqn.split(".")[:level], name, *fqn.split(".")[level + 1 :]])
-        own["entries"][renamed] = own["entries"].pop(fqn)
-        own["keys"].pop(fqn, None)
-        own["keys"][renamed] = keys
+        """Give an entry or a container above it another key, and the entries below it the fqn that fits."""
+        names = own["entries"][fqn]["path"].split("/")
+        level = self.random.randrange(len(names))
+        path = "/".join(names[: level + 1])
+        own["keys"][path], name = copy.deepcopy(self.random.choice(NASTY_KEYS))
+        for one, entry in [*own["entries"].items()]:
+            parts = one.split(".")
+            if f"{entry['path']}/".startswith(f"{path}/") and level < len(parts):
+                own["entries"][".".join([*parts[:level], name, *parts[level + 1 :]])] = own["entries"].pop(one)
 
     def change(self, document: Any, focus: tuple[str, ...] = ()) -> None:
         """Make one change in place, mostly below a focus."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
-from zarrckpt._format.documents import ArrayNode, parse_array
+from zarrckpt._format.documents import ArrayNode, parse_node
 from zarrckpt._format.dtypes import DTYPES, DType, by_name, by_torch_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect, is_consecutive, ravel, unravel
 from zarrckpt._format.json_values import dumps

@@ -77,7 +77,9 @@ class Reader:
     def keys(self, fqn: str) -> list[tuple[str, Any]]:
         """Return the (container, key) of each level that leads to an entry."""
         names = self.entries[fqn]["path"].split("/")
-        keys = [decode_json(key) for key in self.own["keys"].get(fqn, names)]
+        paths = ["/".join(names[: depth + 1]) for depth in range(len(names))]
+        stored = self.own["keys"]
+        keys = [decode_json(stored[path]) if path in stored else name for path, name in zip(paths, names, strict=True)]
         containers = [self.own["containers"].get("/".join(names[:depth]), "dict") for depth in range(len(names))]
         levels = zip(containers, keys, strict=True)
         return [(container, int(key) if container == "list" else key) for container, key in levels]

@@ -72,7 +72,10 @@ def forgery(plain: Path, tmp_path: Path) -> Forgery:
 def put(forgery: Forgery, fqn: str, path: str, keys: list[Any], value: Any = 1) -> None:
     """Add a value with the given keys."""
     forgery.own["entries"][fqn] = {"path": path, "value": value}
-    forgery.own["keys"][fqn] = keys
+    names = path.split("/")
+    for depth, (key, name) in enumerate(zip(keys, names, strict=False)):
+        if key != name:
+            forgery.own["keys"]["/".join(names[: depth + 1])] = key
 
 
 def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None) -> None:

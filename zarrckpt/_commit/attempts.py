@@ -7,16 +7,17 @@ conditionally. ``docs/explanation/commit.md`` has the reasons and a table of cra
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from zarrckpt._commit.contents import is_of_run, read_listings, read_markers
 from zarrckpt._commit.discovery import removal_next_step
-from zarrckpt._commit.marker import CLAIM_KEY, Marker, claim_bytes, marker_key
+from zarrckpt._commit.marker import CLAIM_KEY, Claim, Marker, marker_key
 from zarrckpt._commit.pins import refuse_pinned
 from zarrckpt._commit.removal import delete_attempts
 from zarrckpt._commit.stored_documents import get_versioned_if_stored, parse_committed, read_root
@@ -30,8 +31,7 @@ from zarrckpt._errors import (
     log,
     warn,
 )
-from zarrckpt._format.documents import NODE, group_document
-from zarrckpt._format.json_values import dumps
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE
 from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root
 from zarrckpt._store._archive import SUFFIX
 from zarrckpt._store._failures import is_full
@@ -139,7 +139,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, damaged_id: str = ""
     canonical = store.is_archive or (first and all(earlier.tree for earlier in older))
     tree = "" if canonical else f"@{marker.save_id}"
     replaced_id = "" if root is None else root.save_id
-    own = dataclasses.replace(marker, tree=tree, replaced_id=replaced_id)
+    own = msgspec.structs.replace(marker, tree=tree, replaced_id=replaced_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     unmarked = {*seen.attempt_ids} - {earlier.save_id for earlier in older}
     attempt = Attempt(own, seen.committed_document, history, tuple(older), tuple(sorted(unmarked)))
@@ -150,7 +150,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, damaged_id: str = ""
             store.begin_archive(own.save_id, planned_bytes)
             if tree:
                 keys.append(f"{tree}/{NODE}")
-                store.put(keys[-1], [dumps(group_document())])
+                store.put(keys[-1], [GROUP_DOCUMENT])
             # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
             store.sync(keys)
             if seen.committed_document is not None:
@@ -164,7 +164,7 @@ def begin(store: Store, marker: Marker, *, overwrite: bool, damaged_id: str = ""
 
 def _put_claim(store: Store, save_id: str) -> bool:
     try:
-        store.create(CLAIM_KEY, claim_bytes(save_id))
+        store.create(CLAIM_KEY, Claim(save_id).to_bytes())
     except ObjectExistsError:
         return False
     return True
@@ -264,6 +264,6 @@ def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
     try:
         delete_attempts(store, [attempt.marker], ended=[attempt.save_id] if lost and attempt.tree else [])
         if not lost and not store.is_archive:
-            store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
+            store.put(marker_key(attempt.save_id), [msgspec.structs.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:
         return  # The caller raises the error that ended the attempt. The next save or recover cleans up.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from zarrckpt._commit.discovery import CLAIM_LEVELS, find_inside_error, foreign_objects_error, holds_checkpoints
 from zarrckpt._commit.marker import PINS, PROBE, Marker, is_pin_key, marker_of
 from zarrckpt._commit.stored_documents import (
@@ -101,7 +103,7 @@ def read_markers(
     if root is not None and root.save_id not in {marker.save_id for marker in markers}:
         # In an archive, a root is never that of a copied folder, so the run in its metadata has saved it.
         marker = marker_of(root)
-        markers.append(dataclasses.replace(marker, run_id=run_of(root.metadata)) if store.is_archive else marker)
+        markers.append(msgspec.structs.replace(marker, run_id=run_of(root.metadata)) if store.is_archive else marker)
     # A tree without a marker belongs to an attempt that was cleaned up: a repeated put arrived later.
     known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names), *filter(is_system_file, seen.names)}
     known |= {RUN_GROUP} if beside_checkpoints else set()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zarrckpt._commit.foreign_files import describe_files, names_text
 from zarrckpt._commit.listings import FolderContents, list_below, store_below
-from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
+from zarrckpt._commit.marker import CLAIM_KEY, Claim, Marker, marker_key
 from zarrckpt._commit.stored_documents import list_attempt_ids, parse_root_document, read_marker
 from zarrckpt._errors import (
     CheckpointError,
@@ -23,7 +23,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root, parse_root
-from zarrckpt._format.sealed import is_tree
+from zarrckpt._format.sealed import is_tree, parse_sealed
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store._archive import SUFFIX
 
@@ -259,7 +259,7 @@ def find_inside_error(store: Store, levels: int) -> ForeignObjectsError | None:
     name of the url. One small request, and two more if there is a claim.
     """
     try:
-        claimant = parse_claim(store.get_above(levels, CLAIM_KEY), "the claim above")
+        claimant = parse_sealed(Claim, store.get_above(levels, CLAIM_KEY), "the claim above").save_id
     except CheckpointError:
         # There is no claim, or this process has no permission to read that folder. Both allow a save.
         return None
@@ -276,7 +276,7 @@ def find_inside_error(store: Store, levels: int) -> ForeignObjectsError | None:
         pass
     try:
         # All other attempts write below "@" and their id.
-        marker = parse_marker(store.get_above(levels, marker_key(claimant)), "the marker above")
+        marker = parse_sealed(Marker, store.get_above(levels, marker_key(claimant)), "the marker above")
     except CheckpointError:
         return None
     if marker.tree or name not in marker.top_names():

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from dataclasses import dataclass
 from functools import cached_property
 
-from zarrckpt._format.documents import NODE, Json, join
+from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.names import check_paths
 from zarrckpt._format.root import RESERVED_GROUP, TABLES, Root, parent_groups
-from zarrckpt._format.sealed import Members, nesting_bounded, now, parse_sealed, sealed_bytes
+from zarrckpt._format.sealed import Document, Id, IdOrEmpty, Time
 
 REMOVED = "removed"
 """The group whose document records that everything at the url is being removed, beside the groups of the attempts."""
@@ -63,40 +62,31 @@ def is_table_key(key: str) -> bool:
     return _TABLE_KEY.fullmatch(key) is not None
 
 
-@dataclass(frozen=True)
-class Marker:
+class Marker(Document, frozen=True, dict=True, rename={"save_id": "attempt", "replaced_id": "base", "run_id": "run"}):
     """A list of the nodes that an attempt is going to write, put before its first chunk.
 
     From it, other processes can delete the objects of an attempt that did not commit.
     """
 
-    save_id: str
+    save_id: Id
     tree: str
-    arrays: tuple[str, ...]
-    groups: tuple[str, ...]
-    started: str
-    replaced_id: str = ""
+    replaced_id: IdOrEmpty
     """The id of the save that the attempt replaces, or "" if none was committed.
 
     The attempt can commit only while this save is the committed one.
     """
+    started: Time
+    arrays: tuple[str, ...]
+    groups: tuple[str, ...]
     failed: bool = False
     """Whether the attempt has ended without a commit and will never commit."""
-    run_id: str = ""
+    run_id: IdOrEmpty = ""
     """The id of the run that the attempt belongs to, or "". A run deletes only folders whose attempts have its id."""
 
-    def to_bytes(self) -> bytes:
-        """Return the stored form of the marker."""
-        own: Json = {
-            "attempt": self.save_id,
-            "tree": self.tree,
-            "base": self.replaced_id,
-            "started": self.started,
-            "arrays": list(self.arrays),
-            "groups": list(self.groups),
-        }
-        failed: Json = {"failed": True} if self.failed else {}
-        return sealed_bytes(own | failed | ({"run": self.run_id} if self.run_id else {}))
+    def __post_init__(self) -> None:
+        check_paths((*self.arrays, *self.groups), "its list of nodes")
+        if self.tree not in ("", f"@{self.save_id}"):
+            raise ValueError(f"tree is {self.tree!r:.80}, expected '' or '@' and the attempt's id")
 
     def top_names(self) -> set[str]:
         """Return the names directly below the checkpoint's url under which this attempt writes."""
@@ -133,68 +123,29 @@ class Marker:
 def marker_of(root: Root) -> Marker:
     """Return a marker of a committed save with the fields that its root has."""
     arrays = tuple(node.path for node in root.arrays())
-    return Marker(root.save_id, root.tree, arrays, tuple(sorted(parent_groups(arrays))), root.created)
+    return Marker(root.save_id, root.tree, "", root.created, arrays, tuple(sorted(parent_groups(arrays))))
 
 
-@nesting_bounded
-def parse_marker(data: bytes, where: str) -> Marker:
-    """Parse and validate a stored marker. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
-    members = parse_sealed(data, where)[1]
-    save_id, replaced_id = members.save_id("attempt"), members.text("base")
-    return Marker(
-        save_id,
-        _tree(members, save_id),
-        check_paths(members.sequence("arrays"), where),
-        check_paths(members.sequence("groups"), where),
-        members.time("started"),
-        replaced_id and members.as_save_id("base", replaced_id),
-        members.own.get("failed") is True,
-        members.as_save_id("run", members.own["run"]) if "run" in members.own else "",
-    )
+class Claim(Document, frozen=True, rename={"save_id": "claim"}):
+    """The claim on the canonical tree. The first attempt at a url puts it, once."""
+
+    save_id: Id
 
 
-def _tree(members: Members, save_id: str) -> str:
-    tree = members.text("tree")
-    if tree not in ("", f"@{save_id}"):
-        raise members.fail("tree", tree, "'' or '@' and the attempt's id")
-    return tree
+class RemovalRecord(Document, frozen=True, rename={"save_id": "removed", "removal_id": "removal"}):
+    """The record of a removal."""
+
+    save_id: IdOrEmpty
+    """The committed save, or "" if there is none."""
+    removal_id: Id
+    """A random id, so that a removal notices if the record of another removal has replaced its own."""
+    started: Time
 
 
-def claim_bytes(save_id: str) -> bytes:
-    """Return the stored form of the claim on the canonical tree. The first attempt at a url puts it, once."""
-    return sealed_bytes({"claim": save_id})
-
-
-@nesting_bounded
-def parse_claim(data: bytes, where: str) -> str:
-    """Return the id of the attempt that put a stored claim. Raises the errors of :func:`parse_marker`."""
-    return parse_sealed(data, where)[1].save_id("claim")
-
-
-def removal_bytes(save_id: str, removal_id: str) -> bytes:
-    """Return the stored form of the record of a removal. ``save_id`` is the committed save, or "" if there is none.
-
-    ``removal_id`` is random, so that a removal notices if the record of another removal has replaced its own.
-    """
-    return sealed_bytes({"removed": save_id, "removal": removal_id, "started": now()})
-
-
-@dataclass(frozen=True)
-class Pin:
+class Pin(Document, frozen=True, rename={"pin_id": "pin"}):
     """A protection of a checkpoint from removal and replacement, until the pin is deleted."""
 
-    pin_id: str
+    pin_id: Id
     note: str
     """The reason for the pin, and who needs the checkpoint. It is shown in CheckpointPinnedError."""
-    created: str
-
-    def to_bytes(self) -> bytes:
-        """Return the stored form of the pin."""
-        return sealed_bytes({"pin": self.pin_id, "note": self.note, "created": self.created})
-
-
-@nesting_bounded
-def parse_pin(data: bytes, where: str) -> Pin:
-    """Parse and validate a stored pin. Raises the errors of :func:`parse_marker`."""
-    members = parse_sealed(data, where)[1]
-    return Pin(members.save_id("pin"), members.text("note"), members.time("created"))
+    created: Time

@@ -9,7 +9,7 @@ from typing import Any
 
 from zarrckpt._commit.contents import read_contents
 from zarrckpt._commit.discovery import load_root
-from zarrckpt._commit.marker import PINS, Pin, new_id, parse_pin, pin_key
+from zarrckpt._commit.marker import PINS, Pin, new_id, pin_key
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointPinnedError,
@@ -20,10 +20,9 @@ from zarrckpt._errors import (
     ObjectExistsError,
     ObjectNotFoundError,
 )
-from zarrckpt._format.documents import NODE, group_document, join
-from zarrckpt._format.json_values import dumps
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE, join
 from zarrckpt._format.root import RESERVED_GROUP, Root
-from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._format.sealed import is_save_id, now, parse_sealed
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import Store, StoreSpec, Url
 
@@ -62,7 +61,7 @@ def put_pin(store: Store, root: Root, pin_id: str, note: str) -> None:
     ``root`` is the root that the caller has read. Raises CheckpointRemovedError or CheckpointReplacedError as
     :func:`pin` does.
     """
-    own = Pin(pin_id, note, now())
+    own = Pin(pin_id, str(note), now())
     key = pin_key(pin_id)
     try:
         with suppress(ObjectExistsError):
@@ -73,7 +72,7 @@ def put_pin(store: Store, root: Root, pin_id: str, note: str) -> None:
         _refuse_endangered(store, root)
         # Put last: a removal that runs at the same time would not delete this document. It makes a folder a Zarr group.
         if not store.is_archive:
-            store.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
+            store.put(join(RESERVED_GROUP, PINS, NODE), [GROUP_DOCUMENT])
     except BaseException:
         with suppress(CheckpointError):
             store.delete([key])
@@ -121,7 +120,7 @@ def list_pins(store: Store) -> list[Pin]:
     def read(pin_id: str) -> Pin | None:
         key = pin_key(pin_id)
         try:
-            pin = parse_pin(store.get(key), f"the pin {join(store.url, key)}")
+            pin = parse_sealed(Pin, store.get(key), f"the pin {join(store.url, key)}")
         except ObjectNotFoundError:
             return None
         except (CorruptCheckpointError, ForeignObjectsError):

@@ -14,16 +14,17 @@ from zarrckpt._commit.marker import (
     REMOVAL_KEY,
     REMOVED,
     Marker,
+    RemovalRecord,
     is_table_key,
     marker_key,
     new_id,
-    removal_bytes,
 )
 from zarrckpt._commit.pins import refuse_pinned
 from zarrckpt._commit.stored_documents import get_if_stored, get_versioned_if_stored, list_attempt_ids, read_root
 from zarrckpt._errors import CheckpointError, ObjectExistsError, StorageError
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.root import RESERVED_GROUP
+from zarrckpt._format.sealed import now
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store._base import is_system_file
 
@@ -51,7 +52,7 @@ def remove_all(store: Store, found: UrlContents) -> int:
     Raises CheckpointPinnedError if the checkpoint is pinned, StorageError if the root document cannot be deleted. Then
     nothing was deleted.
     """
-    own = removal_bytes("" if found.root is None else found.root.save_id, new_id())
+    own = RemovalRecord("" if found.root is None else found.root.save_id, new_id(), now()).to_bytes()
     objects = 0
     with suppress(_RemovalEndedError):
         record, is_first = _record_removal(store, own, begun=found.removal)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, REMOVED, Marker, marker_key, parse_claim, parse_marker
+from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, REMOVED, Claim, Marker, marker_key
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, one_line
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.root import RESERVED_GROUP, Root, parse_root
-from zarrckpt._format.sealed import is_save_id
+from zarrckpt._format.sealed import is_save_id, parse_sealed
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -69,7 +69,7 @@ def parse_committed(store: Store, committed_document: VersionedObject | None, *,
 def is_claimed(store: Store) -> bool:
     """Whether an attempt has, or may have, claimed the canonical tree. One request."""
     try:
-        parse_claim(store.get(CLAIM_KEY), f"the claim {join(store.url, CLAIM_KEY)}")
+        parse_sealed(Claim, store.get(CLAIM_KEY), f"the claim {join(store.url, CLAIM_KEY)}")
     except ObjectNotFoundError:
         return False
     except (CorruptCheckpointError, ForeignObjectsError):
@@ -91,7 +91,7 @@ def read_marker(store: Store, save_id: str) -> Marker | None:
     """Return the marker of an attempt, or None if it is missing, damaged or a copy of another one. One request."""
     key = marker_key(save_id)
     try:
-        marker = parse_marker(store.get(key), f"the marker {join(store.url, key)}")
+        marker = parse_sealed(Marker, store.get(key), f"the marker {join(store.url, key)}")
         # A copy of another attempt's marker does not list this attempt's objects.
         return marker if marker.save_id == save_id else None
     except ObjectNotFoundError:

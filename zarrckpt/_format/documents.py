@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from zarrckpt._format import compression as _compression
@@ -41,15 +43,15 @@ def parse_document(data: bytes, name: str) -> Json:
     return document
 
 
-def same_json(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same. Unlike ``==``, distinguishes 1, 1.0 and true."""
-    if type(one) is not type(other):
-        return False
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
-    if type(one) is list:
-        return len(one) == len(other) and all(map(same_json, one, other))
-    return bool(one == other)
+def different_members(data: bytes, expected: bytes) -> list[str]:
+    """Return the names of the members in which two JSON objects differ. Unlike ``==``, distinguishes 1 and true."""
+    if data == expected:
+        return []
+    found, own = (
+        {(name, json.dumps(value, sort_keys=True)) for name, value in parse_document(one, "it").items()}
+        for one in (data, expected)
+    )
+    return sorted({name for name, _ in found ^ own})
 
 
 def join(*parts: str) -> str:
@@ -57,14 +59,12 @@ def join(*parts: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def group_document(attributes: Json | None = None) -> Json:
-    """Return the document of a Zarr group."""
-    return {"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}
+GROUP_DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
+"""The document of a Zarr group."""
 
 
 @record
-@dataclass(frozen=True)
-class ArrayNode:
+class ArrayNode(NamedTuple):
     """One stored array: its path, geometry and type.
 
     ``path`` is relative to the tree (the checkpoint's url joined with the tree's name). A ``portable`` array stores a
@@ -91,19 +91,15 @@ class ArrayNode:
 
     def at(self, path: str) -> ArrayNode:
         """Return the same array under another path."""
-        return ArrayNode(path, self.grid, self.dtype, self.portable, self.compression, self.order)
+        return ArrayNode(path, *self[1:])
 
     def under(self, tree: str) -> ArrayNode:
         """Return the same array with a path relative to the checkpoint's url."""
         return self.at(join(tree, self.path)) if tree else self
 
-    def document(self) -> Json:
-        """Return the array's ``zarr.json``. Do not change it: arrays that differ only in their path share it."""
-        return _document(self.grid, self.dtype, self.portable, self.compression, self.order)
-
     def document_bytes(self) -> bytes:
         """Return the stored bytes of the array's ``zarr.json``."""
-        return _document_bytes(self.grid, self.dtype, self.portable, self.compression, self.order)
+        return _document(*self[1:])
 
 
 _CACHED_DOCUMENTS = 4096
@@ -111,10 +107,10 @@ _CACHED_DOCUMENTS = 4096
 
 
 @functools.lru_cache(_CACHED_DOCUMENTS)
-def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None, order: Ints) -> Json:
+def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None, order: Ints) -> bytes:
     stored = dtype.portable if portable else dtype
     own: Json = ({"dtype": dtype.name} if portable else {}) | ({"order": list(order)} if order else {})
-    return {
+    document = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(grid.shape),
@@ -127,11 +123,7 @@ def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression
         "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
         "attributes": {ATTRIBUTE: own} if own else {},
     }
-
-
-@functools.lru_cache(_CACHED_DOCUMENTS)
-def _document_bytes(grid: Grid, dtype: DType, portable: bool, compression: Compression | None, order: Ints) -> bytes:
-    return json_values.dumps(_document(grid, dtype, portable, compression, order))
+    return json_values.dumps(document)
 
 
 def compressible(grid: Grid, dtype: DType) -> bool:
@@ -153,120 +145,97 @@ def _codecs(grid: Grid, dtype: DType, compression: Compression | None) -> list[J
     return [{"name": _SHARDING, "configuration": configuration}]
 
 
-def parse_array(path: str, document: Any) -> ArrayNode:
-    """Return the array that a document describes.
+_Extents = Annotated[tuple[Annotated[int, Meta(ge=0, le=_MAX_EXTENT)], ...], Meta(max_length=MAX_DIMENSIONS)]
+_ChunkExtents = Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_EXTENT)], ...], Meta(max_length=MAX_DIMENSIONS)]
 
-    Accepts only documents as :meth:`ArrayNode.document` writes them. Raises CorruptCheckpointError for a damaged
-    document and UnsupportedFormatError for features of another version. Both name ``path``.
+
+class _Codec(msgspec.Struct):
+    name: str
+    configuration: dict[str, Any] = {}
+
+
+class _Chunks(msgspec.Struct):
+    """The configuration of a grid, or of subchunks."""
+
+    chunk_shape: _ChunkExtents
+    codecs: list[_Codec] = []
+
+
+class _ChunkGrid(msgspec.Struct):
+    configuration: _Chunks
+
+
+class _Own(msgspec.Struct):
+    dtype: str | None = None
+    order: Ints = ()
+
+
+class _Attributes(msgspec.Struct):
+    zarrckpt: _Own = msgspec.field(default_factory=_Own)
+
+
+class _Array(msgspec.Struct):
+    """The varying parts of an array's document."""
+
+    shape: _Extents
+    data_type: str
+    chunk_grid: _ChunkGrid
+    codecs: Annotated[list[_Codec], Meta(min_length=1)]
+    attributes: _Attributes
+
+
+_DECODER = msgspec.json.Decoder(_Array)
+
+
+def parse_node(path: str, document: bytes) -> ArrayNode | None:
+    """Return the array that a document describes, or None for a group.
+
+    Builds the document from the varying parts, and compares, so only what this package writes is accepted. Raises
+    UnsupportedFormatError for any other document. The message names ``path``.
     """
-    where = f"the document of array {path!r}"
-    if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"{where} is not a JSON object")
-    shape = _extents(document.get("shape"), 0, f"shape in {where}")
-    grid = _configuration(document.get("chunk_grid"), "regular")
-    if grid is None:
-        raise UnsupportedFormatError(
-            f"{where} has no regular chunk grid. Upgrade zarrckpt, or read it with zarr-python"
-        )
-    chunk = _extents(grid.get("chunk_shape"), 1, f"chunk_shape in {where}")
-    codecs = document.get("codecs")
-    sub = _sub_shape(codecs, where)
-    if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
-        raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
-    if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
-        raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
-    if sub is not None and not is_consecutive(chunk, sub):
-        raise UnsupportedFormatError(
-            f"{where} has subchunks {sub} of chunks {chunk}. This version of zarrckpt supports only subchunks of "
-            "consecutive elements of the chunk. Upgrade zarrckpt, or read it with zarr-python"
-        )
-    attributes = document.get("attributes")
-    own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
-    own = own if isinstance(own, dict) else {}
-    dtype, portable = _parse_dtype(document, own, where)
+    try:
+        if not different_members(document, GROUP_DOCUMENT):
+            return None
+        node = _array_of(path, _DECODER.decode(document))
+        if not (different := different_members(document, node.document_bytes())):
+            return node
+        fault = f"unexpected {', '.join(map(repr, different))}"
+    except (msgspec.MsgspecError, CheckpointError, TypeError, ValueError, RecursionError) as err:
+        fault = str(err)
+    raise UnsupportedFormatError(
+        f"the document of array {path!r:.300} is damaged, or has features that this version of zarrckpt does not "
+        f"support: {fault:.1000}. Upgrade zarrckpt, or read it with zarr-python"
+    )
+
+
+def _array_of(path: str, found: _Array) -> ArrayNode:
+    chunk, sub, codecs, own = found.chunk_grid.configuration.chunk_shape, None, found.codecs, found.attributes.zarrckpt
+    if codecs[0].name == _SHARDING:
+        subchunks = msgspec.convert(codecs[0].configuration, _Chunks)
+        sub, codecs = subchunks.chunk_shape, subchunks.codecs
+    if not len(found.shape) == len(chunk) == len(sub or chunk):
+        raise ValueError("its shapes differ in their number of dimensions")
+    if sub is not None and (any(c % s for c, s in zip(chunk, sub, strict=True)) or not is_consecutive(chunk, sub)):
+        raise ValueError(f"its subchunks {sub} do not have consecutive elements of the chunks {chunk}")
+    dtype = dtypes.by_name(own.dtype or found.data_type)
     # For an empty array, the extents other than 0 are checked too, because numpy multiplies them.
-    max_size = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))
-    if max_size * dtype.itemsize > _MAX_EXTENT:
-        raise CorruptCheckpointError(f"{where} has a shape that is too large for an array")
+    if max(math.prod(max(n, 1) for n in found.shape), math.prod(chunk)) * dtype.itemsize > _MAX_EXTENT:
+        raise ValueError("its shape is too large for an array")
+    in_c_order = tuple(range(len(chunk)))
     node = ArrayNode(
-        path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where), _parse_order(own, len(shape))
+        path,
+        Grid(found.shape, chunk, sub),
+        dtype,
+        # Core types are stored directly, so for them the attribute is an unexpected member of the document.
+        own.dtype is not None and not dtype.core,
+        next(
+            (_compression.parse_codec(msgspec.to_builtins(c)) for c in codecs if c.name not in ("bytes", "crc32c")),
+            None,
+        ),
+        own.order if tuple(sorted(own.order)) == in_c_order != own.order else (),
     )
     if node.compression is not None and not compressible(node.grid, dtype):
-        raise CorruptCheckpointError(
-            f"{where} has subchunks too long to be compressed, expected at most {_compression.MAX_BYTES} bytes"
-        )
-    expected = node.document()
-    if not same_json(expected, document):
-        differing = sorted(
-            name
-            for name in {*document, *expected}
-            if name not in document or name not in expected or not same_json(document[name], expected[name])
-        )
-        raise UnsupportedFormatError(
-            f"{where} has features that this version of zarrckpt does not support, in "
-            f"{', '.join(map(repr, differing))}. Upgrade zarrckpt, or read it with zarr-python"
+        raise ValueError(
+            f"its subchunks are too long to be compressed, expected at most {_compression.MAX_BYTES} bytes"
         )
     return node
-
-
-def _parse_order(own: Json, dimensions: int) -> Ints:
-    """Return the order of strides, or () unless it is a permutation other than C order. Callers compare the result."""
-    order = own.get("order")
-    if not isinstance(order, list) or not all(type(axis) is int for axis in order):
-        return ()
-    in_c_order = [*range(dimensions)]
-    return tuple(order) if sorted(order) == in_c_order != order else ()
-
-
-def _parse_dtype(document: Json, own: Json, where: str) -> tuple[DType, bool]:
-    name = own.get("dtype", document.get("data_type"))
-    try:
-        dtype = dtypes.by_name(name if isinstance(name, str) else repr(name))
-    except CheckpointError as err:
-        raise UnsupportedFormatError(f"{where} has the unknown data type {name!r}. Upgrade zarrckpt") from err
-    # Core types are stored directly, so for them the attribute is an unexpected member of the document.
-    return dtype, "dtype" in own and not dtype.core
-
-
-def _parse_compression(codecs: Any, where: str) -> Compression | None:
-    """Return the codec between elements and checksum, or None. Raises UnsupportedFormatError for an unknown codec."""
-    inner = (_configuration(codecs[0], _SHARDING) or {}).get("codecs")
-    chain = inner if isinstance(inner, list) else codecs
-    found = None
-    for codec in chain:
-        name = codec.get("name") if isinstance(codec, dict) else codec
-        if name in ("bytes", "crc32c", _SHARDING):
-            continue
-        try:
-            found = _compression.parse_codec(codec)
-        except (TypeError, ValueError) as err:
-            raise UnsupportedFormatError(
-                f"{where} has a codec that this version of zarrckpt does not support: {err}. Upgrade zarrckpt, or read "
-                "it with zarr-python"
-            ) from err
-    return found
-
-
-def _configuration(value: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the configuration of an extension object with this name, or None if it has another name."""
-    if not isinstance(value, Mapping) or value.get("name") != name:
-        return None
-    found = value.get("configuration")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _sub_shape(codecs: Any, where: str) -> Ints | None:
-    if not isinstance(codecs, list) or not codecs:
-        raise CorruptCheckpointError(f"{where} has no codecs")
-    sharding = _configuration(codecs[0], _SHARDING)
-    return None if sharding is None else _extents(sharding.get("chunk_shape"), 1, f"subchunk shape in {where}")
-
-
-def _extents(value: Any, minimum: int, where: str) -> Ints:
-    if not isinstance(value, list) or not all(type(n) is int and minimum <= n <= _MAX_EXTENT for n in value):
-        raise CorruptCheckpointError(f"{where} is {value!r:.80}, expected a list of integers of at least {minimum}")
-    if len(value) > MAX_DIMENSIONS:
-        raise CorruptCheckpointError(f"{where} has {len(value)} dimensions, expected at most {MAX_DIMENSIONS}")
-    if math.prod(value) > _MAX_EXTENT:
-        raise CorruptCheckpointError(f"{where} is {value!r:.80}, which is too large for an array")
-    return tuple(value)

@@ -107,16 +107,12 @@ def _too_large(found: str, max_bytes: int = MAX_METADATA) -> ValueError:
     )
 
 
-def parse_metadata(found: Any, where: str) -> dict[str, Any]:
+def parse_metadata(found: Any) -> dict[str, Any]:
     """Return the metadata of a stored root document. Raises CorruptCheckpointError."""
-    try:
-        value = json_values.decode_json(found)
-    except CorruptCheckpointError as err:
-        raise CorruptCheckpointError(f"{where}: metadata: {err}") from err
+    value = json_values.decode_json(found)
     if type(value) is not dict or not _is_plain_value(value) or json_values.json_size(found) > MAX_METADATA:
         raise CorruptCheckpointError(
-            f"{where}: metadata is {found!r:.80}, expected an object of plain JSON values of at most "
-            f"{MAX_METADATA:,} bytes"
+            f"metadata is not an object of plain JSON values of at most {MAX_METADATA:,} bytes"
         )
     return value
 

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from zarrckpt._errors import KeyMismatchError, warn
-from zarrckpt._format.sealed import Members
 from zarrckpt._format.state_path import is_unicode
 
 Versions = Mapping[str, Mapping[str, int]]
@@ -163,23 +162,6 @@ def _grouped(modules: Mapping[str, int], state_dicts: Collection[str]) -> dict[s
             if (own := grouped.get(".".join(levels[:depth]))) is not None:
                 own[".".join(levels[depth:])] = version
     return grouped
-
-
-def parse_versions(members: Members, names: Iterable[str]) -> dict[str, dict[str, int | None]]:
-    """Return the checked member ``versions`` of a root document. ``names`` are those of all entries.
-
-    Raises CorruptCheckpointError.
-    """
-    if "versions" not in members.own:
-        return {}
-    found, ascending = members.mapping("versions"), sorted(names)
-    for name, own in found.items():
-        if not isinstance(own, dict) or not begins_one(name, ascending):
-            raise members.fail(f"the versions of {name!r:.200}", own, "an object for a dict that has entries")
-        for path, version in own.items():
-            if version is not None and not _is_version(version):
-                raise members.fail(f"the version of module {path!r:.200} of {name!r:.200}", version, "an integer")
-    return found
 
 
 def _is_version(version: object) -> TypeGuard[int]:

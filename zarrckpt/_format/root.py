@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from zarrckpt._errors import CorruptCheckpointError
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
 from zarrckpt._format import dtypes, json_values
-from zarrckpt._format import names as _names
-from zarrckpt._format.documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
-from zarrckpt._format.grid import Grid, Ints
+from zarrckpt._format.documents import ATTRIBUTE, GROUP_DOCUMENT, ArrayNode, join, parse_node
+from zarrckpt._format.grid import Grid
+from zarrckpt._format.hashes import MAX_EQUAL_HASHES, hashes_collide
 from zarrckpt._format.json_values import MAX_JSON_VALUE
-from zarrckpt._format.levels import Levels
 from zarrckpt._format.metadata import parse_metadata
-from zarrckpt._format.module_versions import StoredVersions, expand, parse_versions
-from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
-from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
+from zarrckpt._format.module_versions import StoredVersions, begins_one, expand
+from zarrckpt._format.names import check_paths
+from zarrckpt._format.sealed import Count, Document, Group, Id, Time, parse_group
+from zarrckpt._format.state_path import DICT, LIST, RANKS, StatePath, is_key, with_shared_nans
 from zarrckpt._format.wire import record
 
 RESERVED_GROUP = "@zarrckpt"
@@ -49,6 +53,7 @@ CONVENTION = {
     "description": "A checkpoint of PyTorch state: entries, their original keys and values, tables of checksums",
 }
 """The description of the attribute ``zarrckpt`` in the attribute ``zarr_conventions``."""
+_CONVENTIONS = json_values.dumps([CONVENTION])
 
 _BLOB_KINDS = {"raw": True, "npy": True, "tree": False, "torch": True, "pickle": True}
 """The encodings of blobs, and whether an entry with this encoding has a kind."""
@@ -85,24 +90,59 @@ class Stack(NamedTuple):
     """The index of the entry's key that stands for the number of the rank."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An array outside the tree (see :func:`table_node`): its number of elements and the crc32c of its bytes."""
 
-    length: int
-    crc32c: int
+    length: Count
+    crc32c: Count
 
 
-@dataclass(frozen=True)
-class ReusedChunks:
+class ReusedChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The chunks of a checkpoint that were copied or linked from an earlier checkpoint. They are stored here, too."""
 
-    save_id: str
+    save_id: Id
     """The id of the earlier save."""
-    objects: int
-    nbytes: int
-    saves: int
+    objects: Count
+    nbytes: Count
+    saves: Count
     """The number of saves since the last one that wrote every chunk."""
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """The members of an entry. Those that are present determine its type."""
+
+    path: str
+    value: Raw | UnsetType = UNSET
+    encoding: str | UnsetType = UNSET
+    kind: str | UnsetType = UNSET
+    ranks: tuple[tuple[Count, Count], ...] | UnsetType = UNSET
+    level: Count | UnsetType = UNSET
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    checksums: Table
+    sizes: Table | UnsetType = UNSET
+    digests: Table | UnsetType = UNSET
+
+
+class _Own(Document, frozen=True):
+    """The attribute ``zarrckpt`` of the root."""
+
+    features: Annotated[tuple[str, ...], Meta(max_length=0)]
+    save_id: Id
+    history: Annotated[tuple[Id, ...], Meta(max_length=HISTORY)]
+    tree: str
+    created: Time
+    software: dict[str, str]
+    world_size: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    entries: dict[str, _Entry]
+    keys: Raw
+    containers: dict[str, Literal["list", "OrderedDict"]]
+    tables: _Tables
+    optimizers: dict[str, str] | UnsetType = UNSET
+    reused: ReusedChunks | UnsetType = UNSET
+    versions: dict[str, dict[str, Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None]] | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -124,8 +164,8 @@ class Root:
     created: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
-    keys: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """The original keys by fqn, for entries whose keys differ from the components of the path."""
+    keys: Mapping[str, object] = field(default_factory=dict)
+    """The original keys by path of an entry or a container, if they differ from the last component of the path."""
     containers: Mapping[str, str] = field(default_factory=dict)
     """Containers by node path, except dicts."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
@@ -155,7 +195,7 @@ class Root:
     def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
         """Return all arrays of the tree, or those of some entries, sorted by path. The tables have this order."""
         nodes = map(self.array, self.entries if fqns is None else fqns)
-        return sorted((node for node in nodes if node is not None), key=lambda node: node.path)
+        return sorted(node for node in nodes if node is not None)
 
     def array(self, fqn: str) -> ArrayNode | None:
         """Return the array of a tensor or a blob, or None for a value."""
@@ -186,69 +226,68 @@ class Root:
 
     def _make_state_path(self, fqn: str) -> StatePath:
         names = self.node_path(fqn).split("/")
-        containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
-        keys: list[object] = list(self.keys.get(fqn, names))
-        if len(keys) != len(names):
-            raise CorruptCheckpointError(
-                f"entry {fqn!r:.200} has {len(keys)} keys, expected {len(names)} for the path {names!r:.200}"
-            )
-        for depth, container in enumerate(containers):
-            if container == LIST:
-                keys[depth] = _position(keys[depth], fqn)
-        stack = self.stacks.get(fqn)
-        if stack is not None and keys[stack.level] != RANKS:
-            raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at level {stack.level}")
-        return StatePath([*map(with_shared_nans, keys)], containers, *(stack or ()))
+        paths = [*itertools.accumulate(names, "{}/{}".format)]
+        containers = [DICT, *(self.containers.get(path, DICT) for path in paths[:-1])]
+        keys = [
+            int(name) if container == LIST else self.keys.get(path, name)
+            for name, path, container in zip(names, paths, containers, strict=True)
+        ]
+        return StatePath(keys, containers, *self.stacks.get(fqn, ()))
 
     def groups(self) -> list[str]:
         """Return the paths of all groups below the root, including the tree's own, relative to the checkpoint's url."""
         inside = [join(self.tree, path) for path in parent_groups(node.path for node in self.arrays())]
         return sorted([self.tree, *inside] if self.tree else inside)
 
-    def documents(self) -> dict[str, Json]:
+    def documents(self) -> dict[str, bytes]:
         """Return the documents of all nodes below the root by path, sorted. Paths are relative to the url."""
-        nodes: dict[str, Json] = {path: group_document() for path in self.groups()}
-        nodes |= {join(self.tree, node.path): node.document() for node in self.arrays()}
+        nodes = dict.fromkeys(self.groups(), GROUP_DOCUMENT)
+        nodes |= {join(self.tree, node.path): node.document_bytes() for node in self.arrays()}
         return dict(sorted(nodes.items()))
 
     def to_bytes(self) -> bytes:
         """Return the stored bytes of the root ``zarr.json``.
 
-        It is a Zarr group with consolidated metadata and the attribute ``zarrckpt``.
+        It is a Zarr group with consolidated metadata and the attribute ``zarrckpt``. Raises UnsupportedValueError if
+        readers would refuse the number of arrays and objects.
         """
-        tables = {CHECKSUMS: self.checksums, SIZES: self.sizes, DIGESTS: self.digests}
-        members: Json = {
-            "features": [],
-            "save_id": self.save_id,
-            "history": list(self.history),
-            "tree": self.tree,
-            "created": self.created,
-            "software": dict(self.software),
-            "world_size": self.world_size,
-            "entries": {fqn: self._entry_json(fqn, entry) for fqn, entry in self.entries.items()},
-            "keys": {fqn: [json_values.encode_json(key) for key in keys] for fqn, keys in self.keys.items()},
-            "containers": dict(self.containers),
-            "tables": {name: asdict(table) for name, table in tables.items() if table is not None},
-        }
-        if self.optimizers:
-            members["optimizers"] = dict(self.optimizers)
-        if self.reused is not None:
-            members["reused"] = asdict(self.reused)
-        if self.versions:
-            members["versions"] = {name: dict(own) for name, own in self.versions.items()}
-        if self.metadata:
-            members["metadata"] = json_values.encode_json(dict(self.metadata))
-        consolidated = {"kind": "inline", "must_understand": False, "metadata": self.documents()}
-        return sealed_bytes(members, {"zarr_conventions": [CONVENTION]}, {"consolidated_metadata": consolidated})
+        own = _Own(
+            (),
+            self.save_id,
+            self.history,
+            self.tree,
+            self.created,
+            dict(self.software),
+            self.world_size,
+            {fqn: self._entry_json(fqn, entry) for fqn, entry in self.entries.items()},
+            _raw({path: json_values.encode_json(key) for path, key in self.keys.items()}),
+            dict(self.containers),  # type: ignore[arg-type]
+            _Tables(self.checksums, self.sizes or UNSET, self.digests or UNSET),
+            dict(self.optimizers) or UNSET,
+            self.reused or UNSET,
+            {name: dict(own) for name, own in self.versions.items()} or UNSET,
+            _raw(json_values.encode_json(dict(self.metadata))) if self.metadata else UNSET,
+        )
+        metadata = {path: Raw(document) for path, document in self.documents().items()}
+        data = Group.of_root(own, Raw(_CONVENTIONS), metadata).to_bytes()
+        if json_values.is_dense(data):
+            raise UnsupportedValueError(
+                f"the values of the state have too many lists and dicts for one document of {len(data):,} bytes. Save "
+                "long lists as tensors or NumPy arrays"
+            )
+        return data
 
-    def _entry_json(self, fqn: str, entry: Entry) -> Json:
+    def _entry_json(self, fqn: str, entry: Entry) -> _Entry:
         if isinstance(entry, ValueEntry):
-            return {"path": entry.path, "value": entry.json}
+            return _Entry(entry.path, value=_raw(entry.json))
         if isinstance(entry, BlobEntry):
-            kind = {} if entry.kind is None else {"kind": entry.kind}
-            return {"path": entry.array.path, "encoding": entry.encoding, **kind}
+            return _Entry(entry.array.path, encoding=entry.encoding, kind=UNSET if entry.kind is None else entry.kind)
         stack = self.stacks.get(fqn)
-        return {"path": entry.path} | ({} if stack is None else {"ranks": spans(stack.ranks), "level": stack.level})
+        return _Entry(entry.path) if stack is None else _Entry(entry.path, ranks=spans(stack.ranks), level=stack.level)
+
+
+def _raw(form: object) -> Raw:
+    return Raw(json_values.dumps(form))
 
 
 def parent_groups(paths: Iterable[str]) -> set[str]:
@@ -271,238 +310,215 @@ def table_node(save_id: str, name: str, length: int) -> ArrayNode:
     return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtype)
 
 
-def spans(ranks: Iterable[int]) -> list[list[int]]:
+def spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return ascending ranks as half-open spans [begin, end)."""
-    found: list[list[int]] = []
+    found: list[tuple[int, int]] = []
     for rank in ranks:
-        if found and found[-1][1] == rank:
-            found[-1][1] = rank + 1
-        else:
-            found.append([rank, rank + 1])
-    return found
+        begin = found.pop()[0] if found and found[-1][1] == rank else rank
+        found.append((begin, rank + 1))
+    return tuple(found)
 
 
-@nesting_bounded
 def parse_root(data: bytes, where: str) -> Root:
     """Return the validated content of a stored root document. ``where`` is its name in errors.
 
     Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError if anything is inconsistent. Allocates
     no memory of a size from the document before the size is checked.
     """
-    document, members = parse_sealed(data, where)
-    members.sequence("features")
-    save_id, tree = members.save_id("save_id"), members.text("tree")
-    if tree and tree != f"@{save_id}":
-        raise members.fail("tree", tree, "'' or '@' and its save id")
-    history = members.sequence("history")
-    if len(history) > HISTORY:
-        raise members.fail("history", f"a list of {len(history)}", f"at most {HISTORY} save ids")
-    software = members.mapping("software")
-    if not all(isinstance(version, str) for version in software.values()):
-        raise members.fail("software", software, "an object of strings")
-    containers = members.mapping("containers")
-    for path, kind in containers.items():
-        if kind not in (LIST, ORDERED_DICT):
-            raise members.fail(f"container {path!r:.200}", kind, f"{LIST!r} or {ORDERED_DICT!r}")
-    optimizers = members.mapping("optimizers") if "optimizers" in members.own else {}
-    if not all(isinstance(name, str) for name in optimizers.values()):
-        raise members.fail("optimizers", optimizers, "an object of strings")
-    nodes = _consolidated(document, tree, where)
-    parsed = _Entries(members, nodes)
-    root = Root(
-        save_id=save_id,
-        tree=tree,
-        entries={fqn: parsed.entry(fqn, entry) for fqn, entry in members.mapping("entries").items()},
-        history=tuple(members.as_save_id("history", one) for one in history),
-        created=members.time("created"),
-        software=software,
-        world_size=members.count("world_size", 1),
-        keys={fqn: parsed.keys(fqn, keys) for fqn, keys in members.mapping("keys").items()},
-        containers=containers,
-        stacks=parsed.stacks,
-        optimizers=optimizers,
-        versions=parse_versions(members, members.mapping("entries")),
-        metadata=parse_metadata(members.own.get("metadata", {}), where),
-        reused=_reused(members),
-        **_tables(members, nodes.values()),
+    group = parse_group(_Own, data, where)
+    try:
+        return _root_of(group)
+    except (CorruptCheckpointError, ValueError) as err:
+        raise CorruptCheckpointError(f"{where}: {err}") from err
+
+
+def _root_of(group: Group[_Own]) -> Root:
+    """Return the root for its documents, whose members have the declared types. Raises ValueError."""
+    own, conventions, consolidated = (
+        group.attributes.zarrckpt,
+        group.attributes.zarr_conventions,
+        group.consolidated_metadata,
     )
-    _check_consistency(root, nodes, where)
-    return root
+    if conventions is not UNSET and bytes(conventions) != _CONVENTIONS:
+        json_values.loads(bytes(conventions))  # ignored, but no JSON has a member twice
+    if consolidated is UNSET or consolidated.must_understand:
+        raise ValueError("it has no inline consolidated metadata")
+    if own.tree not in ("", f"@{own.save_id}"):
+        raise ValueError(f"tree is {own.tree!r:.80}, expected '' or '@' and its save id")
+    paths = [entry.path for entry in own.entries.values()]
+    check_paths(paths, "entries")
+    groups = parent_groups(paths)
+    if len({*paths}) != len(paths) or not groups.isdisjoint(paths):
+        raise ValueError("two entries have one path, or the path of an entry is that of a container of others")
+    if empty := sorted(own.containers.keys() - groups):
+        raise ValueError(f"the container {empty[0]!r:.200} has no entry")
+    keys = _parse_keys(own, paths, groups)
+    nodes = _parse_nodes(consolidated.metadata, own)
+    entries, stacks = _parse_entries(own, nodes, keys)
+    versions = {} if own.versions is UNSET else own.versions
+    ascending = sorted(own.entries) if versions else ()
+    if odd := [name for name in versions if not begins_one(name, ascending)]:
+        raise ValueError(f"versions of {odd[0]!r:.200}, which has no entries")
+    return Root(
+        save_id=own.save_id,
+        tree=own.tree,
+        entries=entries,
+        checksums=own.tables.checksums,
+        sizes=own.tables.sizes or None,
+        digests=own.tables.digests or None,
+        reused=own.reused or None,
+        history=own.history,
+        created=own.created,
+        software=own.software,
+        world_size=own.world_size,
+        keys=keys,
+        containers=own.containers,
+        stacks=stacks,
+        optimizers=own.optimizers or {},
+        versions=versions,
+        metadata={} if own.metadata is UNSET else parse_metadata(json_values.loads(bytes(own.metadata))),
+    )
 
 
-def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]:
-    """Return the arrays of the consolidated metadata by path relative to the tree.
+def _parse_keys(own: _Own, paths: list[str], groups: set[str]) -> dict[str, object]:
+    """Return the keys that differ from components of paths. Check that entries have different keys, and their fqns."""
+    forms = json_values.loads(bytes(own.keys))
+    if not isinstance(forms, dict) or not forms.keys() <= groups.union(paths):
+        raise ValueError("keys is not an object with the paths of entries and containers")
+    keys = {path: with_shared_nans(json_values.decode_json(form)) for path, form in forms.items()}
+    if not all(map(is_key, keys.values())):
+        raise ValueError("keys has other values than possible keys of dicts")
+    lists = {path for path, kind in own.containers.items() if kind == LIST}
+    if lists:
+        parts = [path.rpartition("/") for path in itertools.chain(paths, groups)]
+        positions = [name for parent, _, name in parts if parent in lists]
+        if not _POSITIONS.fullmatch("\n".join(positions)) or max(map(int, positions)) >= MAX_POSITION:
+            raise ValueError(f"a list has other keys than integers from 0 to {MAX_POSITION - 1}")
+        if odd := [path for path in keys if path.rpartition("/")[0] in lists]:
+            raise ValueError(f"keys has {odd[0]!r:.200}, which is in a list")
+    if not keys:
+        names = "\n".join(paths).replace("/", ".").split("\n") if paths else []
+    else:
+        found: dict[str, tuple[object, ...]] = {"": ()}
+        for path in (*sorted(groups), *paths):
+            parent, _, name = path.rpartition("/")
+            found[path] = (*found[parent], keys.get(path, name))
+        if hashes_collide(found.values()):
+            raise ValueError(f"it has more than {MAX_EQUAL_HASHES} keys with the same hash")
+        if len({*found.values()}) != len(found):
+            raise ValueError("two entries or containers have equal keys")
+        names = [".".join(map(str, found[path])) for path in paths]
+    if names != [*own.entries]:
+        odd = [name for name, fqn in zip(names, own.entries, strict=True) if name != fqn]
+        raise ValueError(f"an entry has the keys of another name, {odd[0]!r:.200}")
+    return keys
 
-    Raises CorruptCheckpointError if the metadata has other nodes than these arrays and the groups above them.
+
+_POSITIONS = re.compile(r"(?:0|[1-9][0-9]{0,8})(?:\n(?:0|[1-9][0-9]{0,8}))*+")
+
+
+def _parse_nodes(metadata: Mapping[str, Raw], own: _Own) -> dict[str, ArrayNode]:
+    """Return the arrays of the consolidated metadata by path relative to the tree. Check the lengths of the tables.
+
+    Equal documents are parsed once, because many layers have them.
     """
-    consolidated = document.get("consolidated_metadata")
-    metadata = consolidated.pop("metadata", None) if isinstance(consolidated, dict) else None
-    if not isinstance(metadata, dict) or not same_json(consolidated, {"kind": "inline", "must_understand": False}):
-        raise CorruptCheckpointError(f"{where} has no inline consolidated metadata")
-    nodes: dict[str, ArrayNode] = {}
-    forms: dict[bytes, ArrayNode] = {}
-    groups = set()
-    prefix = f"{tree}/" if tree else ""
-    for path, node in metadata.items():
-        if same_json(node, group_document()):
-            groups.add(path)
-        elif not isinstance(node, dict) or node.get("node_type") != "array":
-            raise CorruptCheckpointError(f"{where}: node {path!r:.200} is neither a plain group nor an array")
-        elif not path.startswith(prefix):
-            raise CorruptCheckpointError(f"{where}: array {path!r:.200} is outside the tree {tree!r}")
-        else:
-            relative, form = path.removeprefix(prefix), pickle.dumps(node, 5)
-            # Parsed once for all arrays with this document, because many layers have equal documents.
-            known = forms.get(form) or forms.setdefault(form, parse_array(relative, node))
-            nodes[relative] = known.at(relative)
-    _names.check_paths(nodes, where)
-    expected = {join(tree, path) for path in parent_groups(nodes)} | ({tree} if tree else set())
-    if groups != expected:
-        odd = sorted(groups ^ expected)
-        raise CorruptCheckpointError(f"{where}: groups and arrays do not match, e.g. {odd[:3]!r:.200}")
+    documents = [*map(bytes, metadata.values())]
+    forms: dict[bytes, ArrayNode | None] = {}
+    for path, document in zip(metadata, documents, strict=True):
+        if document not in forms:
+            forms[document] = parse_node(path, document)
+    lengths = {name: 0 for name in (CHECKSUMS, DIGESTS) if getattr(own.tables, name)}
+    for document, count in Counter(documents).items():
+        if (form := forms[document]) is not None:
+            lengths[CHECKSUMS] += count * form.grid.num_subchunks
+            if DIGESTS in lengths:
+                lengths[DIGESTS] += count * form.grid.num_chunks
+            if form.compression is not None:
+                lengths[SIZES] = lengths.get(SIZES, 0) + count * form.grid.num_subchunks
+    for name in (CHECKSUMS, SIZES, DIGESTS):
+        table = getattr(own.tables, name) or None
+        if (found := table and table.length) != lengths.get(name):
+            raise ValueError(f"the length of table {name!r} is {found}, expected {lengths.get(name)}")
+        if table and table.length == 0 != table.crc32c:
+            raise ValueError(f"the crc32c of table {name!r} is {table.crc32c}, expected 0 for an empty table")
+    pairs = [(path, forms[document]) for path, document in zip(metadata, documents, strict=True)]
+    prefix = f"{own.tree}/" if own.tree else ""
+    if odd := [path for path, form in pairs if form is not None and not path.startswith(prefix)] if prefix else []:
+        raise ValueError(f"array {odd[0]!r:.200} is outside the tree {own.tree!r}")
+    begin = len(prefix)
+    nodes = {path[begin:]: ArrayNode(path[begin:], *form[1:]) for path, form in pairs if form is not None}
+    expected = {join(own.tree, path) for path in parent_groups(nodes)} | ({own.tree} if own.tree else set())
+    if odd := sorted(expected.symmetric_difference([path for path, form in pairs if form is None])):
+        raise ValueError(f"groups and arrays do not match, e.g. {odd[:3]!r:.200}")
     return nodes
 
 
-def _reused(members: Members) -> ReusedChunks | None:
-    if "reused" not in members.own:
-        return None
-    reused = Members(members.mapping("reused"), f"{members.where}: reused")
-    reused.exactly("save_id", "objects", "nbytes", "saves")
-    numbers = {name: reused.count(name) for name in ("objects", "nbytes", "saves")}
-    return ReusedChunks(save_id=reused.save_id("save_id"), **numbers)
+def _parse_entries(
+    own: _Own, nodes: Mapping[str, ArrayNode], keys: Mapping[str, object]
+) -> tuple[dict[str, Entry], dict[str, Stack]]:
+    """Return the entries and the stacks. Each array belongs to exactly one entry, because paths are unique."""
+    entries: dict[str, Entry] = {}
+    stacks: dict[str, Stack] = {}
+    ranks_of: dict[Any, tuple[int, ...]] = {}
+    for fqn, entry in own.entries.items():
+        path, encoding, kind, level = entry.path, entry.encoding, entry.kind, entry.level
+        is_tensor = encoding is UNSET and kind is UNSET
+        if entry.value is not UNSET:
+            if not (is_tensor and entry.ranks is UNSET and level is UNSET):
+                raise _entry_error(fqn, "a value and other members")
+            entries[fqn] = ValueEntry(path, _parse_value(fqn, entry.value))
+        elif path not in nodes:
+            raise _entry_error(fqn, f"the path {path!r:.200}, which no array has")
+        elif not is_tensor:
+            node, own_kind = nodes[path], None if kind is UNSET else kind
+            if _BLOB_KINDS.get(encoding or "") is not (own_kind is not None) or not entry.ranks is level is UNSET:
+                raise _entry_error(fqn, f"expected an encoding of {(*_BLOB_KINDS,)} and, except for tree, a kind")
+            if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
+                raise _entry_error(fqn, f"an array of {node.dtype.name}, expected one dimension of uint8 for a blob")
+            entries[fqn] = BlobEntry(node, encoding or "", own_kind)
+        elif entry.ranks is level is UNSET:
+            entries[fqn] = nodes[path]
+        else:
+            entries[fqn] = nodes[path]
+            stacks[fqn] = _parse_stack(fqn, entry, nodes[path], keys, ranks_of)
+    if len(entries) - sum(entry.value is not UNSET for entry in own.entries.values()) != len(nodes):
+        odd = sorted({*nodes}.difference(entry.path for entry in own.entries.values() if entry.value is UNSET))
+        raise ValueError(f"arrays and entries do not match, e.g. {odd[:3]!r:.200}")
+    return entries, stacks
 
 
-def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
-    """Return the tables. Each must have the number of elements that the arrays require."""
-    lengths: dict[str, int] = {CHECKSUMS: 0}
-    if DIGESTS in members.mapping("tables"):
-        lengths[DIGESTS] = 0
-    for node in nodes:
-        lengths[CHECKSUMS] += node.grid.num_subchunks
-        if DIGESTS in lengths:
-            lengths[DIGESTS] += node.grid.num_chunks
-        if node.compression is not None:
-            lengths[SIZES] = lengths.get(SIZES, 0) + node.grid.num_subchunks
-    entries = members.mapping("tables")
-    if entries.keys() != lengths.keys():
-        raise members.fail("tables", sorted(entries), f"exactly {sorted(lengths)}")
-    tables = {}
-    for name, expected in lengths.items():
-        if not isinstance(entries[name], dict):
-            raise members.fail(f"table {name!r}", entries[name], "an object")
-        table = Members(entries[name], f"{members.where}: table {name!r}")
-        table.exactly("length", "crc32c")
-        tables[name] = Table(table.count("length"), table.count("crc32c"))
-        if tables[name].length != expected:
-            raise members.fail(f"the length of table {name!r}", tables[name].length, str(expected))
-        if expected == 0 != tables[name].crc32c:
-            raise members.fail(f"the crc32c of table {name!r}", tables[name].crc32c, "0 for an empty table")
-    return tables
+def _parse_value(fqn: str, stored: Raw) -> object:
+    value = json_values.loads(bytes(stored))
+    if not json_values.is_bounded(value):
+        levels = json_values.MAX_LEVELS
+        raise _entry_error(fqn, f"a value of more than {levels} levels, or with numbers beyond the range of floats")
+    if isinstance(value, dict | list | str) and (size := json_values.json_size(value)) > MAX_JSON_VALUE:
+        raise _entry_error(fqn, f"a value of {size:,} bytes, expected at most {MAX_JSON_VALUE:,} bytes of JSON")
+    return value
 
 
-class _Entries:
-    """Parses and checks the entries of a root document and their keys."""
-
-    def __init__(self, members: Members, nodes: Mapping[str, ArrayNode]) -> None:
-        self._members = members
-        self._nodes = nodes
-        self.stacks: dict[str, Stack] = {}
-        self._ranks_of: dict[str, tuple[int, ...]] = {}
-        self._all_ranks = 0
-        """The total length of the lists in ``_ranks_of``."""
-
-    def entry(self, fqn: str, entry: Any) -> Entry:
-        """Return the entry for its JSON object. The names of the members determine its type."""
-        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            raise self._fail(fqn, entry, "an object with a path")
-        path, names = entry["path"], entry.keys()
-        if names == {"path", "value"}:
-            _names.check_paths([path], self._members.where)
-            value = entry["value"]
-            if not json_values.is_bounded(value):
-                levels = f"at most {json_values.MAX_LEVELS} levels, and numbers in the range of floats"
-                raise self._fail(fqn, f"a value of type {type(value).__name__}", levels)
-            if isinstance(value, dict | list | str) and (size := json_values.json_size(value)) > MAX_JSON_VALUE:
-                raise self._fail(fqn, f"a value of {size:,} bytes", f"at most {MAX_JSON_VALUE:,} bytes of JSON")
-            return ValueEntry(path, value)
-        if path not in self._nodes:
-            raise self._fail(fqn, path, "the path of an array of the consolidated metadata")
-        if "encoding" in names:
-            return self._blob(fqn, entry)
-        if names == {"path", "ranks", "level"}:
-            self.stacks[fqn] = Stack(self._ranks(fqn, entry["ranks"], self._nodes[path].grid.shape), entry["level"])
-            if type(entry["level"]) is not int or not 0 <= entry["level"] <= path.count("/"):
-                raise self._fail(fqn, entry["level"], "the index of one of its keys as level")
-        elif names != {"path"}:
-            raise self._fail(fqn, sorted(names), "the members of a tensor, a value or a blob")
-        return self._nodes[path]
-
-    def _blob(self, fqn: str, entry: Json) -> BlobEntry:
-        node, encoding, kind = self._nodes[entry["path"]], entry["encoding"], entry.get("kind")
-        known = isinstance(encoding, str) and encoding in _BLOB_KINDS
-        expected = {"path", "encoding", "kind"} if known and _BLOB_KINDS[encoding] else {"path", "encoding"}
-        if not known or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
-            raise self._fail(fqn, entry, f"a path, an encoding of {(*_BLOB_KINDS,)}, and, except for tree, a kind")
-        if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
-            raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
-        return BlobEntry(node, encoding, kind)
-
-    def _ranks(self, fqn: str, found: Any, shape: Ints) -> tuple[int, ...]:
-        """Return the ranks whose tensors are stacked in the array of an entry."""
-        count, end = 0, -1
-        for span in found if isinstance(found, list) else [None]:
-            pair = span if isinstance(span, list) and len(span) == 2 else (-1, -1)
-            if not all(type(number) is int for number in pair) or not end < pair[0] < pair[1] < 2**63:
-                raise self._fail(fqn, found, "ascending spans of ranks [begin, end) with gaps between them")
-            count, end = count + pair[1] - pair[0], pair[1]
-        # Checked before the list is allocated, because a damaged document can have any numbers.
-        if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
-            raise self._fail(fqn, found, f"{shape[:1]} ranks, the length of the first axis, and at most {MAX_RANKS}")
-        if (text := repr(found)) not in self._ranks_of:
-            self._all_ranks += count
-            if self._all_ranks > _ALL_RANKS:
-                raise self._fail(fqn, found, f"at most {_ALL_RANKS} ranks in all stacks")
-            self._ranks_of[text] = tuple(rank for begin, end in found for rank in range(begin, end))
-        return self._ranks_of[text]
-
-    def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
-        """Return the original keys of an entry."""
-        if fqn not in self._members.mapping("entries") or not isinstance(keys, list):
-            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list for an existing entry")
-        try:
-            found = tuple(map(json_values.decode_json, keys))
-        except CorruptCheckpointError as err:
-            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, f"values ({err})") from err
-        if not all(map(is_key, found)):
-            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "possible keys of dicts")
-        return found
-
-    def _fail(self, fqn: str, found: object, expected: str) -> CorruptCheckpointError:
-        return self._members.fail(f"entry {fqn!r:.200}", found, expected)
+def _parse_stack(
+    fqn: str, entry: _Entry, node: ArrayNode, keys: Mapping[str, object], ranks_of: dict[Any, tuple[int, ...]]
+) -> Stack:
+    """Return the ranks of a stack. ``ranks_of`` has those of the stacks before, because many are equal."""
+    spans, level, names = entry.ranks or (), entry.level, entry.path.split("/")
+    ends = [-1, *(end for _, end in spans)]
+    count = sum(end - begin for begin, end in spans)
+    # Checked before the list is allocated, because a damaged document can have any numbers.
+    if not all(before < begin < end for before, (begin, end) in zip(ends, spans, strict=False)):
+        raise _entry_error(
+            fqn, f"the ranks {spans!r:.80}, expected ascending spans [begin, end) with gaps between them"
+        )
+    if not 0 < count <= MAX_RANKS or node.grid.shape[:1] != (count,):
+        raise _entry_error(fqn, f"{count} ranks, expected {node.grid.shape[:1]}, and at most {MAX_RANKS}")
+    if level is UNSET or level >= len(names) or keys.get("/".join(names[: level + 1]), names[level]) != RANKS:
+        raise _entry_error(fqn, f"the level {level}, expected that of its key {RANKS!r}")
+    if spans not in ranks_of:
+        if count + sum(map(len, ranks_of.values())) > _ALL_RANKS:
+            raise _entry_error(fqn, f"{count} ranks, expected at most {_ALL_RANKS} ranks in all stacks")
+        ranks_of[spans] = tuple(itertools.chain.from_iterable(itertools.starmap(range, spans)))
+    return Stack(ranks_of[spans], level)
 
 
-def _check_consistency(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
-    """Check that arrays and entries match, and that the entries form one nested state."""
-    used = [node.path for node in root.arrays()]
-    if sorted(nodes) != used:
-        odd = sorted({*nodes} ^ {*used})
-        raise CorruptCheckpointError(f"{where}: arrays and entries do not match, e.g. {odd[:3]}")
-    levels = Levels(where)
-    for fqn in root.entries:
-        try:
-            path = root.state_path(fqn)
-        except CorruptCheckpointError as err:
-            raise CorruptCheckpointError(f"{where}: {err}") from err
-        levels.add(fqn, path, root.node_path(fqn).split("/"))
-    empty = sorted(root.containers.keys() - levels.containers)
-    if empty:
-        raise CorruptCheckpointError(f"{where}: the container {empty[0]!r:.200} has no entry")
-
-
-def _position(key: object, fqn: str) -> int:
-    is_number = type(key) is int or (isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,8}", key))
-    if is_number and 0 <= (found := int(str(key))) < MAX_POSITION:
-        return found
-    raise CorruptCheckpointError(
-        f"entry {fqn!r:.200} has the key {key!r:.40} in a list, expected an integer from 0 to {MAX_POSITION - 1}"
-    )
+def _entry_error(fqn: str, fault: str) -> ValueError:
+    return ValueError(f"entry {fqn!r:.200} has {fault}")

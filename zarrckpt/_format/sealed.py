@@ -1,16 +1,18 @@
 """Documents with their own checksum: the root, the claim, markers, records, pins.
 
 Each is the document of a Zarr group with the attribute ``zarrckpt``. The attribute's first member is the checksum of
-the whole document. This module encodes and parses them, and gives typed access to the members. No I/O.
+the whole document. A :class:`Document` declares the other members. No I/O.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import re
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from zarrckpt._errors import (
     CorruptCheckpointError,
@@ -19,57 +21,126 @@ from zarrckpt._errors import (
     UnsupportedValueError,
 )
 from zarrckpt._format.crc32c import crc32c
-from zarrckpt._format.documents import ATTRIBUTE, Json, group_document, parse_document
-from zarrckpt._format.json_values import dumps, is_dense
-
-T = TypeVar("T")
+from zarrckpt._format.documents import ATTRIBUTE, parse_document
+from zarrckpt._format.json_values import is_dense
 
 FORMAT = 1
 
 _SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
 """The beginning of the bytes of each document. The 8 digits of the checksum follow."""
-_UNSEALED = "00000000"
+_UNSEALED = b"00000000"
 _ID = re.compile(r"[0-9a-f]{32}")
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
+
+Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""The id of a save, a pin, a removal, a run or a job."""
+IdOrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z\Z")]
+"""A time such as 2026-11-21T15:01:31.597454Z."""
 
 
-def sealed_bytes(members: Json, attributes: Json | None = None, more: Json | None = None) -> bytes:
-    """Return the stored bytes of a document.
+class Document(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The members of the attribute ``zarrckpt`` of a document, in the order in which they are stored.
 
-    ``members`` are those of the attribute ``zarrckpt``, ``attributes`` the other attributes, and ``more`` further
-    members of the document. Raises UnsupportedValueError if readers would refuse the number of arrays and objects.
+    The checksum and the format precede them. Other members of stored documents are ignored.
     """
-    own = {"crc32c": _UNSEALED, "format": FORMAT, **members}
-    data = dumps(group_document({ATTRIBUTE: own, **(attributes or {})}) | (more or {}))
+
+    def to_bytes(self) -> bytes:
+        """Return the stored bytes of the document."""
+        return Group(_Attributes(self)).to_bytes()
+
+
+D = TypeVar("D", bound=Document)
+
+
+class _Attributes(msgspec.Struct, Generic[D], omit_defaults=True):
+    """The attributes of a document."""
+
+    zarrckpt: D
+    zarr_conventions: Raw | UnsetType = UNSET
+
+
+class _Consolidated(msgspec.Struct, forbid_unknown_fields=True):
+    """The consolidated metadata of the root: the documents of all nodes by path."""
+
+    kind: Literal["inline"]
+    must_understand: bool
+    metadata: dict[str, Raw]
+
+
+class Group(msgspec.Struct, Generic[D], omit_defaults=True):
+    """A document as a whole. ``zarr_format`` is 3 and ``node_type`` is "group"."""
+
+    attributes: _Attributes[D]
+    consolidated_metadata: _Consolidated | UnsetType = UNSET
+
+    @classmethod
+    def of_root(cls, own: D, conventions: Raw, nodes: dict[str, Raw]) -> Group[D]:
+        """Return the document of a root, with the documents of its nodes by path."""
+        return cls(_Attributes(own, conventions), _Consolidated("inline", False, nodes))
+
+    def to_bytes(self) -> bytes:
+        """Return the stored bytes. Raises UnsupportedValueError for a text without a UTF-8 form."""
+        try:
+            data = msgspec.json.encode(self)
+        except UnicodeEncodeError as err:
+            raise UnsupportedValueError(f"a text with a lone surrogate cannot be stored: {err.object!r:.200}") from err
+        rest = data.removeprefix(b'{"attributes":{"zarrckpt":{')
+        return _seal(b'%s%s","format":%d,%s' % (_SEAL, _UNSEALED, FORMAT, rest))
+
+
+@functools.cache
+def _decoder(kind: type[Document]) -> msgspec.json.Decoder[Group[Any]]:
+    return msgspec.json.Decoder(Group[kind])  # type: ignore[valid-type]
+
+
+def parse_group(kind: type[D], data: bytes, where: str) -> Group[D]:
+    """Return a stored document. ``where`` is its name in errors.
+
+    Decodes the declared members, builds the bytes that this package would write, and compares. The bytes are equal,
+    unless there are other members, or another program wrote the document. Then the JSON is parsed again, so that no
+    member occurs twice.
+
+    Raises CorruptCheckpointError if the checksum differs or the document is not strict JSON, ForeignObjectsError if
+    another program wrote it, and UnsupportedFormatError for an unknown version or feature.
+    """
     if is_dense(data):
-        raise UnsupportedValueError(
-            f"the values of the state have too many lists and dicts for one document of {len(data):,} bytes. Save long "
-            "lists as tensors or NumPy arrays"
-        )
-    return _seal(data)
+        raise CorruptCheckpointError(f"{where} has too many arrays and objects for a document of {len(data):,} bytes")
+    error: Exception | None = None
+    try:
+        group: Group[D] = _decoder(kind).decode(data)
+        if group.to_bytes() == data:
+            return group
+    except (msgspec.MsgspecError, CorruptCheckpointError, UnicodeError, RecursionError) as err:
+        error = err
+    try:
+        _check_other_form(data, where)
+    except RecursionError as err:
+        error = err
+    if error is not None:
+        raise CorruptCheckpointError(f"{where} does not have the form of this format: {error}") from error
+    return group
+
+
+def parse_sealed(kind: type[D], data: bytes, where: str) -> D:
+    """Return the members of a stored document. Raises the errors of :func:`parse_group`."""
+    return parse_group(kind, data, where).attributes.zarrckpt
 
 
 def _seal(data: bytes) -> bytes:
     """Return the bytes with the right checksum. It is computed with zeros instead of its digits."""
     rest = data[len(_SEAL) + len(_UNSEALED) :]
-    return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
+    return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED + rest) + rest
 
 
-def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
-    """Return a stored document, and the members of its attribute ``zarrckpt``. ``where`` is its name in errors.
-
-    Raises CorruptCheckpointError if the checksum differs or the document is not strict JSON, ForeignObjectsError if
-    another program wrote it, and UnsupportedFormatError for an unknown version or feature.
-    """
+def _check_other_form(data: bytes, where: str) -> None:
+    """Raise the errors of :func:`parse_group` for a document in another form than this package writes."""
     sealed = data.startswith(_SEAL)
     if sealed and _seal(data) != data:
         raise CorruptCheckpointError(
             f"{where} is not what was saved: its checksum differs. It was damaged, or edited by another program"
         )
-    if is_dense(data):
-        raise CorruptCheckpointError(f"{where} has too many arrays and objects for a document of {len(data):,} bytes")
-    document = parse_document(data, where)
-    attributes = document.get("attributes")
+    attributes = parse_document(data, where).get("attributes")
     own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
     if not isinstance(own, dict) or "format" not in own:
         raise ForeignObjectsError(f"{where} was not written by zarrckpt: it has no {ATTRIBUTE!r} attribute")
@@ -81,76 +152,6 @@ def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
         )
     if not sealed:
         raise CorruptCheckpointError(f"{where} does not begin with its checksum")
-    return document, Members(own, where)
-
-
-class Members:
-    """Typed access to the members of a JSON object. Raises CorruptCheckpointError with the name of a wrong member."""
-
-    def __init__(self, own: Json, where: str) -> None:
-        self.own = own
-        self.where = where
-
-    def fail(self, name: str, value: object, expected: str) -> CorruptCheckpointError:
-        """Return the error for a member with an unexpected value."""
-        return CorruptCheckpointError(f"{self.where}: {name} is {value!r:.80}, expected {expected}")
-
-    def _typed(self, name: str, kind: type[T], expected: str) -> T:
-        value = self.own.get(name)
-        if not isinstance(value, kind):
-            raise self.fail(name, value, expected)
-        return value
-
-    def text(self, name: str) -> str:
-        return self._typed(name, str, "a string")
-
-    def time(self, name: str) -> str:
-        value = self.text(name)
-        if not _TIME.fullmatch(value):
-            raise self.fail(name, value, "a time such as 2026-11-21T15:01:31.597454Z")
-        return value
-
-    def mapping(self, name: str) -> Json:
-        return self._typed(name, dict, "an object")
-
-    def sequence(self, name: str) -> list[Any]:
-        return self._typed(name, list, "a list")
-
-    def save_id(self, name: str) -> str:
-        return self.as_save_id(name, self.own.get(name))
-
-    def count(self, name: str, minimum: int = 0) -> int:
-        value = self.own.get(name)
-        if type(value) is not int or not minimum <= value < 2**63:
-            raise self.fail(name, value, f"an integer of at least {minimum}")
-        return value
-
-    def exactly(self, *names: str) -> None:
-        """Raise CorruptCheckpointError unless the object has exactly the members with these names."""
-        if self.own.keys() != {*names}:
-            raise self.fail("the list of members", sorted(self.own), f"exactly {sorted(names)}")
-
-    def as_save_id(self, name: str, value: Any) -> str:
-        """Return a value that must be a save id."""
-        if not isinstance(value, str) or not is_save_id(value):
-            raise self.fail(name, value, "a save id of 32 hexadecimal digits")
-        return value
-
-
-def nesting_bounded(parse: Callable[[bytes, str], T]) -> Callable[[bytes, str], T]:
-    """Return a parser that raises CorruptCheckpointError instead of RecursionError.
-
-    The JSON parser accepts deeper nesting than the code that compares and shows values.
-    """
-
-    @wraps(parse)
-    def bounded(data: bytes, where: str) -> T:
-        try:
-            return parse(data, where)
-        except RecursionError as err:
-            raise CorruptCheckpointError(f"{where} is nested too deeply for a document of this format") from err
-
-    return bounded
 
 
 def is_save_id(name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from zarrckpt._commit import attempts
@@ -20,9 +21,8 @@ from zarrckpt._commit.marker import marker_of, new_id
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.chunk_layout import RawArray, chunk_object_bytes
 from zarrckpt._format.compression import CompressionOption
-from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE, ArrayNode, join
 from zarrckpt._format.grid import Ints
-from zarrckpt._format.json_values import dumps
 from zarrckpt._format.module_versions import begins_one
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
@@ -102,7 +102,7 @@ def copy(
     check_limits(max_inflight_bytes=max_inflight_bytes)
     _refuse_claims(catalog, part, new_grids=bool(changes.chunks) or max_chunk_bytes is not None)
     root = dataclasses.replace(changed(select_entries(catalog.root, list(part)), changes), save_id=new_id(), tree="")
-    marker = dataclasses.replace(marker_of(root), started=now())
+    marker = msgspec.structs.replace(marker_of(root), started=now())
     attempt = attempts.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     running = _Copy(catalog, root, target, max_inflight_bytes, progress)
@@ -136,18 +136,18 @@ def _refuse_claims(source: Catalog, names: Iterable[str], *, new_grids: bool) ->
 def select_entries(root: Root, names: Sequence[str]) -> Root:
     """Return a root with some of the entries, and with the containers above them."""
     entries = {fqn: root.entries[fqn] for fqn in names}
-    keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
     stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
     optimizers = {
         fqn: name for fqn, name in root.optimizers.items() if any(one.startswith(f"{fqn}.") for one in entries)
     }
-    part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks, optimizers=optimizers)
+    part = dataclasses.replace(root, entries=entries, stacks=stacks, optimizers=optimizers)
     paths = [part.node_path(fqn) for fqn in entries]
     above = parent_groups(paths)
+    keys = {path: key for path, key in root.keys.items() if path in above.union(paths)}
     containers = {path: kind for path, kind in root.containers.items() if path in above}
     ascending = sorted(entries)
     versions = {name: own for name, own in root.versions.items() if begins_one(name, ascending)}
-    return dataclasses.replace(part, containers=containers, versions=versions)
+    return dataclasses.replace(part, keys=keys, containers=containers, versions=versions)
 
 
 class _EncodedArray:
@@ -187,7 +187,7 @@ class _Copy:
         self._encoded = {
             node.path: _EncodedArray(old[node.path], node)
             for node in root.arrays()
-            if dataclasses.replace(node, portable=old[node.path].portable) != old[node.path]
+            if node._replace(portable=old[node.path].portable) != old[node.path]
         }
 
     def run(self) -> None:
@@ -247,7 +247,7 @@ class _Copy:
 
     def _documents(self) -> Iterator[Callable[[], None]]:
         for path in self._root.groups():
-            yield partial(self._put, join(path, NODE), [dumps(group_document())])
+            yield partial(self._put, join(path, NODE), [GROUP_DOCUMENT])
         for node in self._root.arrays():
             yield partial(self._put, join(self._root.tree, node.path, NODE), [node.document_bytes()])
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from zarrckpt._commit.listings import refuse_false_listing
-from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
+from zarrckpt._commit.marker import CLAIM_KEY, Claim, Marker, marker_key
 from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import (
     CorruptCheckpointError,
@@ -32,10 +32,10 @@ from zarrckpt._format.chunk_layout import (
     stored_size_is_right,
 )
 from zarrckpt._format.crc64 import crc64
-from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE, ArrayNode, join
 from zarrckpt._format.grid import Ints
-from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, DIGESTS, SIZES, WRITERS, table_node
+from zarrckpt._format.sealed import parse_sealed
 from zarrckpt._jobs import ByteCounter, BytesBudget, Progress, run_jobs
 from zarrckpt._read.catalog import UNCHECKED_SUBCHUNKS, Catalog
 from zarrckpt._read.chunks import request_ranges
@@ -246,7 +246,7 @@ class _Verification:
             yield _Expected(CLAIM_KEY, "", None, self._check_claim, optional=True)
             yield _Expected(marker_key(root.save_id), "", None, self._check_marker, optional=True)
         for path in root.groups():
-            yield self._exactly(join(path, NODE), "", dumps(group_document()))
+            yield self._exactly(join(path, NODE), "", GROUP_DOCUMENT)
         for fqn, node in self._arrays():
             yield self._exactly(join(root.tree, node.path, NODE), fqn, node.document_bytes())
 
@@ -304,12 +304,12 @@ class _Verification:
 
     def _check_claim(self) -> FaultText:
         own = self._catalog.root
-        claimed = parse_claim(self._store.get(CLAIM_KEY), "the claim")
+        claimed = parse_sealed(Claim, self._store.get(CLAIM_KEY), "the claim").save_id
         return "it belongs to another save" if not own.tree and claimed != own.save_id else None
 
     def _check_marker(self) -> FaultText:
         own, key = self._catalog.root, marker_key(self._catalog.root.save_id)
-        marker = parse_marker(self._store.get(key), "the marker")
+        marker = parse_sealed(Marker, self._store.get(key), "the marker")
         if (marker.save_id, marker.tree) != (own.save_id, own.tree):
             return "it belongs to another save"
         unlisted = {node.path for node in own.arrays()} - {*marker.arrays}

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zarrckpt._commit.marker import Marker
-from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
+from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
-from zarrckpt._format.levels import Levels
 from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
-from zarrckpt._format.state_path import DICT, StatePath, with_shared_nans
+from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.wire import record
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
@@ -51,7 +50,7 @@ class Layout:
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
         arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.non_tensors)])
-        return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
+        return Marker(save_id, "", "", started, tuple(arrays), tuple(sorted(parent_groups(arrays))))
 
 
 @record
@@ -117,7 +116,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     with _without_garbage_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
-        _refuse_contradictions(state.paths, node_paths)
+        keys_by_path(state.paths, node_paths)
         total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
         sizes = {"max_chunk_bytes": options.max_chunk_bytes, **options.merging(total, state.world_size)}
         # Equal boxes give equal grids, so thousands of equal layers are computed once.
@@ -148,15 +147,25 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
 
 
-def _refuse_contradictions(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) -> None:
-    """Raise UnsupportedValueError for different keys with one name (0 and "0"), because readers refuse them."""
-    levels = Levels("the state cannot be saved")
-    try:
-        for fqn, path in paths.items():
-            # Ranks may have different containers: one of them is stored.
-            levels.add(fqn, StatePath(with_shared_nans(path.keys), [DICT] * len(path)), node_paths[fqn].split("/"))
-    except CorruptCheckpointError as err:
-        raise UnsupportedValueError(f"{err}. Keys such as 0 and '0' have one name: use one type of key") from None
+def keys_by_path(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) -> dict[str, object]:
+    """Return the key of each entry and container by its node path.
+
+    Raises UnsupportedValueError for different keys with one name (0 and "0"), and for equal keys with two names (1 on
+    one rank and True on another one), because readers refuse them.
+    """
+    keys: dict[str, object] = {}
+    owners: dict[tuple[str, object], str] = {}
+    for fqn, path in paths.items():
+        above = ""
+        for key, name in zip(path.keys, node_paths[fqn].split("/"), strict=True):
+            node = f"{above}/{name}" if above else name
+            if type(keys.setdefault(node, key)) is not type(key) or owners.setdefault((above, key), node) != node:
+                raise UnsupportedValueError(
+                    f"the state cannot be saved: entry {fqn!r:.200} contradicts another entry by the key "
+                    f"{key!r:.80}. Keys such as 0 and '0' have one name: use one type of key"
+                )
+            above = node
+    return keys
 
 
 def _can_keep(grid: Grid, shape: Ints, boxes: Sequence[Box], largest: int) -> bool:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._format.documents import ArrayNode, group_document
+from zarrckpt._format.documents import GROUP_DOCUMENT, ArrayNode
 from zarrckpt._format.grid import Box, Ints, unravel
-from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import parent_groups
 from zarrckpt._plan.owners import ChunkOwners, TensorKind
 
@@ -169,5 +168,5 @@ def _share_of_documents(nodes: Mapping[str, ArrayNode], share: int, shares: int)
     arrays: dict[str, ArrayNode | None] = {node.path: node for node in nodes.values()}
     arrays |= dict.fromkeys(parent_groups(arrays))
     mine = {path: arrays[path] for path in sorted(arrays)[share::shares]}
-    group = dumps(group_document())
+    group = GROUP_DOCUMENT
     return {path: group if node is None else node.document_bytes() for path, node in mine.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -149,7 +149,7 @@ class Selection(Mapping[str, Any]):
         self._catalog.refuse_implausible_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
         # Built from the root document, without a request.
-        document: Any = copy.deepcopy(node.document())
+        document = json.loads(node.document_bytes())
         return zarr.Array(AsyncArray(document, StorePath(self._catalog.zarr_store, node.path)))
 
 

@@ -14,7 +14,6 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.documents import NODE, ArrayNode
 from zarrckpt._format.grid import Ints
-from zarrckpt._format.json_values import dumps
 from zarrckpt._jobs import thread_pool
 
 if TYPE_CHECKING:
@@ -143,8 +142,7 @@ class StrictStore(Store):
     def _documents(self) -> dict[str, bytes]:
         """Key -> document of each node, built from the root. The stored documents may belong to a later save."""
         root = self._catalog.root
-        nodes = root.documents()
-        return {NODE: root.to_bytes()} | {f"{path}/{NODE}": dumps(document) for path, document in nodes.items()}
+        return {NODE: root.to_bytes()} | {f"{path}/{NODE}": data for path, data in root.documents().items()}
 
     def _read(self, key: str, byte_range: ByteRequest | None) -> bytes | memoryview | None:
         """Return an object or a part of it, or None if it is absent and not a chunk. At most one request."""

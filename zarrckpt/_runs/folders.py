@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from zarrckpt._commit.contents import is_of_run
 from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest, number_in
 from zarrckpt._commit.listings import store_below
-from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key, parse_marker
+from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key
 from zarrckpt._commit.stored_documents import is_stored, parse_root_document
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError, one_line
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.root import RESERVED_GROUP, Root
-from zarrckpt._format.sealed import is_save_id
+from zarrckpt._format.sealed import is_save_id, parse_sealed
 from zarrckpt._store import Store
 from zarrckpt._store._archive import SUFFIX
 
@@ -127,7 +127,7 @@ def _without_root(store: Store, prefix: str, name: str) -> CheckpointFolder | No
 
 def _stored_marker(store: Store, key: str) -> Marker | None:
     try:
-        return parse_marker(store.get(key), "the marker")
+        return parse_sealed(Marker, store.get(key), "the marker")
     except StorageError as err:
         if isinstance(err, ObjectNotFoundError):
             return None

@@ -6,12 +6,12 @@ considered dead but still runs notices that another job has taken over the run.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from zarrckpt._commit.listings import RUN_KEY
 from zarrckpt._commit.marker import new_id, pin_id_of
@@ -25,68 +25,36 @@ from zarrckpt._errors import (
     warn,
 )
 from zarrckpt._forks import ForkSafeLock
-from zarrckpt._format.documents import Json, join
+from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import RUN_METADATA
-from zarrckpt._format.sealed import nesting_bounded, now, parse_sealed, sealed_bytes
+from zarrckpt._format.sealed import Document, Id, IdOrEmpty, Time, now, parse_sealed
 from zarrckpt._runs.keep import Keep
 from zarrckpt._store import Store
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Document, frozen=True, rename={"run_id": "run", "origin": "source"}):
     """The content of a run's document."""
 
-    run_id: str
-    job: str
+    run_id: Id
+    job: Id
     """The random id of the job that owns the run."""
     host: str
     """The host and process of that job's coordinator, for messages."""
-    started: str
+    started: Time
     keep: Keep | None = None
-    """The job's rules for the checkpoints to keep, or None if all are kept."""
+    """The job's rules for the checkpoints to keep, or None if all are kept. Rules of newer versions are ignored."""
     origin: str = ""
     """The url of the checkpoint from which the run begins, until it has its own, or "". This url is never opened."""
-    pin: str = ""
+    pin: IdOrEmpty = ""
     """The id of the pin on that checkpoint, or "". It depends on the run and the folder, so a copy has another pin."""
     committed: bool = False
     """Whether a checkpoint of the run was committed. Then a run without checkpoints is an error."""
-
-    def to_bytes(self) -> bytes:
-        """Return the stored form of the record."""
-        own: Json = {"run": self.run_id, "job": self.job, "host": self.host, "started": self.started}
-        keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
-        origin: Json = {"source": self.origin, "pin": self.pin} if self.pin else {}
-        return sealed_bytes(own | keep | origin | ({"committed": True} if self.committed else {}))
-
-
-@nesting_bounded
-def parse_record(data: bytes, where: str) -> RunRecord:
-    """Parse and validate a stored record. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
-    members = parse_sealed(data, where)[1]
-    keep = None
-    if "keep" in members.own:
-        try:
-            # A newer version may have more rules. They are ignored here.
-            known = {field.name for field in dataclasses.fields(Keep)}
-            keep = Keep(**{name: rule for name, rule in members.mapping("keep").items() if name in known})
-        except (TypeError, ValueError) as err:
-            raise members.fail("keep", members.own["keep"], f"the rules of a run ({err})") from err
-    return RunRecord(
-        members.save_id("run"),
-        members.save_id("job"),
-        members.text("host"),
-        members.time("started"),
-        keep,
-        members.text("source") if "source" in members.own else "",
-        members.save_id("pin") if "pin" in members.own else "",
-        members.own.get("committed") is True,
-    )
 
 
 def read_record(store: Store) -> RunRecord | None:
     """Return the record of the run in a folder, or None if there is none. One request."""
     try:
-        return parse_record(store.get(RUN_KEY), f"the run's document {join(store.url, RUN_KEY)}")
+        return parse_sealed(RunRecord, store.get(RUN_KEY), f"the run's document {join(store.url, RUN_KEY)}")
     except ObjectNotFoundError:
         return None
 
@@ -180,8 +148,8 @@ class Ownership:
         """
         with self._updating:
             stored = self._store.get_versioned(RUN_KEY)
-            if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
-                own = dataclasses.replace(self.record, origin="", pin="")
+            if parse_sealed(RunRecord, stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
+                own = replace(self.record, origin="", pin="")
                 self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
                 self._record = own
 
@@ -194,7 +162,7 @@ class Ownership:
         if self.record.committed:
             return
         with self._updating, suppress(CheckpointError):
-            own = dataclasses.replace(self.record, committed=True)
+            own = replace(self.record, committed=True)
             stored = self._store.get_versioned(RUN_KEY)
             if stored.data == self.record.to_bytes():
                 self._store.replace(RUN_KEY, own.to_bytes(), stored.version)

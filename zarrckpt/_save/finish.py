@@ -13,10 +13,8 @@ import torch
 from zarrckpt._commit.attempts import Attempt
 from zarrckpt._commit.chunks import encode_tables
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
-from zarrckpt._format import names as _names
 from zarrckpt._format.chunk_layout import RawArray
-from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
-from zarrckpt._format.json_values import dumps
+from zarrckpt._format.documents import GROUP_DOCUMENT, NODE, ArrayNode, join
 from zarrckpt._format.module_versions import compact
 from zarrckpt._format.root import (
     CHECKSUMS,
@@ -31,9 +29,9 @@ from zarrckpt._format.root import (
     parent_groups,
 )
 from zarrckpt._format.sealed import now
-from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._format.state_path import DICT, LIST
 from zarrckpt._jobs import run_jobs
-from zarrckpt._plan.plan import Layout
+from zarrckpt._plan.plan import Layout, keys_by_path
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.base import SentBase
@@ -66,15 +64,16 @@ def finish_save(
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
     arrays = [array for parts in written.values() for _, array in parts]
     tables, puts = encode_tables(attempt.save_id, numbers)
-    puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
+    puts |= {join(attempt.tree, path, NODE): [GROUP_DOCUMENT] for path in sorted(late)}
     if store.is_archive:
-        keys = (node.chunk_key(i) for node in nodes.values() for i in node.grid.chunks_of(node.grid.whole))
-        store.add_parts([rank.archive for rank in ranks if rank.archive is not None], keys)
-        puts |= {join(path, NODE): [dumps(group_document())] for path in planned}
+        chunks = (node.chunk_key(i) for node in nodes.values() for i in node.grid.chunks_of(node.grid.whole))
+        store.add_parts([rank.archive for rank in ranks if rank.archive is not None], chunks)
+        puts |= {join(path, NODE): [GROUP_DOCUMENT] for path in planned}
         puts |= {join(node.path, NODE): [node.document_bytes()] for node in nodes.values()}
     at_once = 1 if store.is_local else store.max_concurrency
     run_jobs((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)
     store.sync(puts)
+    keys, containers = _keys_and_containers(layout)
     root = Root(
         save_id=attempt.save_id,
         tree=attempt.tree,
@@ -85,10 +84,10 @@ def finish_save(
         reused=_reused_chunks(sent.base, arrays),
         history=attempt.history,
         created=now(),
-        software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        software={"zarrckpt": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         world_size=layout.world_size,
-        keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
-        containers=_containers_of(layout),
+        keys=keys,
+        containers=containers,
         stacks={
             fqn: Stack(path.ranks, path.rank_at)
             for fqn, path in layout.paths.items()
@@ -200,25 +199,24 @@ def _tables_of_results(
     return {name: np.concatenate([empty[name], *arrays]) for name, arrays in parts.items()}
 
 
-def _spelled(path: StatePath) -> bool:
-    """Whether the keys equal the components of the node path: strings without escaped characters, and list indices."""
-    return all(
-        container == LIST or (type(key) is str and _names.escape(key) == key)
-        for key, container in zip(path.keys, path.containers, strict=True)
-    )
+def _keys_and_containers(layout: Layout) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the keys that differ from the components of paths, and the containers other than dicts, by path.
 
-
-def _containers_of(layout: Layout) -> dict[str, str]:
-    found: dict[str, str] = {}
+    Raises UnsupportedValueError if containers differ between ranks.
+    """
+    containers: dict[str, str] = {}
     for fqn, path in layout.paths.items():
         names = layout.node_paths[fqn].split("/")
         for depth, container in enumerate(path.containers):
             parent = "/".join(names[:depth])
-            if container == DICT:
-                continue
-            if found.setdefault(parent, container) != container:
+            if containers.setdefault(parent, container) != container:
                 raise UnsupportedValueError(
-                    f"{parent!r} is a {found[parent]} on one rank and a {container} on a different rank. Use the same "
-                    "container on all ranks"
+                    f"{parent!r} is a {containers[parent]} on one rank and a {container} on a different rank. Use the "
+                    "same container on all ranks"
                 )
-    return dict(sorted(found.items()))
+    keys = {}
+    for node, key in keys_by_path(layout.paths, layout.node_paths).items():
+        parent, _, name = node.rpartition("/")
+        if key != name and containers[parent] != LIST:
+            keys[node] = key
+    return keys, {path: container for path, container in sorted(containers.items()) if container != DICT}

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+import msgspec
+
 from zarrckpt._commit import attempts
 from zarrckpt._commit.marker import new_id
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
@@ -197,7 +199,7 @@ class RankSave:
             self.request.run.wait_for_deletions()
             run_id, damaged_id = self.request.run.begin(), self.request.run.damaged_id()
         self._layout = layout
-        marker = dataclasses.replace(layout.marker(new_id(), now()), run_id=run_id)
+        marker = msgspec.structs.replace(layout.marker(new_id(), now()), run_id=run_id)
         with in_thread(partial(self._base.read, layout), at_once=self._store.is_local) as base:
             archive = plan_archive(layout.tensors.values() if self._store.is_archive else ())
             attempt = self._attempt = attempts.begin(
