@@ -22,7 +22,8 @@ from zarrckpt._errors import (
     one_line,
 )
 from zarrckpt._format.documents import NODE, join
-from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root, parse_root
+from zarrckpt._format.parsing import parse_root
+from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP, Root
 from zarrckpt._format.sealed import is_tree, parse_sealed
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store._archive import SUFFIX

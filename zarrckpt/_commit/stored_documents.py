@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, REMOVED, Claim, Marker, marker_key
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, ObjectNotFoundError, one_line
 from zarrckpt._format.documents import NODE, join
-from zarrckpt._format.root import RESERVED_GROUP, Root, parse_root
+from zarrckpt._format.parsing import parse_root
+from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id, parse_sealed
 
 if TYPE_CHECKING:
