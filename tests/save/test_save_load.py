@@ -503,6 +503,20 @@ def test_keys_of_one_name_are_refused(key: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_many_paths_of_keys_with_one_hash_are_refused(tmp_path: Path) -> None:
+    """Each dict has few keys, but a reader compares the keys of whole paths. Their hashes are chosen to be equal."""
+    prime, modulus, state = 14029467366897019727, 2**64, {}
+    for first in range(4000):
+        lane = (2870177450012600261 + first * prime) % modulus
+        rotated = (lane << 31 | lane >> 33) % modulus * 11400714785074694791 % modulus
+        second = (12345 - rotated) * pow(prime, -1, modulus) % modulus
+        if second < 2**61 - 1:
+            state[first] = {second: 1}
+    assert len(state) > 256
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"256 of its keys.*the same hash"):
+        zarrckpt.save(state, tmp_path / "one")
+
+
 def test_two_entries_of_one_flat_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(zarrckpt.UnsupportedValueError, match=r"the name 'a\.b'"):
         zarrckpt.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "one")

@@ -16,6 +16,7 @@ from zarrckpt._format import names
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.hashes import MAX_EQUAL_HASHES, hashes_collide
 from zarrckpt._format.module_versions import Versions
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
@@ -151,7 +152,7 @@ def keys_by_path(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) 
     """Return the key of each entry and container by its node path.
 
     Raises UnsupportedValueError for different keys with one name (0 and "0"), and for equal keys with two names (1 on
-    one rank and True on another one), because readers refuse them.
+    one rank and True on another one), and for many keys with one hash, because readers refuse them.
     """
     keys: dict[str, object] = {}
     owners: dict[tuple[str, object], str] = {}
@@ -165,6 +166,15 @@ def keys_by_path(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) 
                     f"{key!r:.80}. Keys such as 0 and '0' have one name: use one type of key"
                 )
             above = node
+    if not {str}.issuperset(map(type, keys.values())):
+        whole: dict[str, tuple[object, ...]] = {"": ()}
+        for (above, key), node in owners.items():  # those of containers are before those of their entries
+            whole[node] = (*whole[above], key)
+        if hashes_collide(whole.values()):
+            raise UnsupportedValueError(
+                f"the state cannot be saved: more than {MAX_EQUAL_HASHES} of its keys, with the levels above them, "
+                "have the same hash. Rename some of them"
+            )
     return keys
 
 
