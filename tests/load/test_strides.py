@@ -116,7 +116,7 @@ def test_an_order_that_no_save_writes_is_refused(tmp_path: Path, order: Any) -> 
     assert forgery.nodes["w"]["attributes"] == {"zarrckpt": {"order": [1, 0]}}
     forgery.nodes["w"]["attributes"]["zarrckpt"]["order"] = order
     forgery.write()
-    with pytest.raises(zarrckpt.UnsupportedFormatError, match=r"'w'.*'attributes'"):
+    with pytest.raises(zarrckpt.UnsupportedFormatError, match="'w'"):
         zarrckpt.open(tmp_path / "ckpt")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET, Raw
+from msgspec.structs import astuple
 
 from zarrckpt._errors import CorruptCheckpointError
 from zarrckpt._format import json_values
@@ -29,6 +30,7 @@ from zarrckpt._format.root import (
     SIZES,
     BlobEntry,
     Entry,
+    ReusedChunks,
     Root,
     RootDocument,
     Stack,
@@ -87,7 +89,7 @@ def _root_of(group: Group[RootDocument]) -> Root:
         checksums=own.tables.checksums,
         sizes=own.tables.sizes or None,
         digests=own.tables.digests or None,
-        reused=own.reused or None,
+        reused=ReusedChunks(*astuple(own.reused)) if own.reused else None,
         history=own.history,
         created=own.created,
         software=own.software,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -91,15 +91,25 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc32c: Count
 
 
-class ReusedChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class ReusedChunks:
     """The chunks of a checkpoint that were copied or linked from an earlier checkpoint. They are stored here, too."""
 
-    save_id: Id
+    save_id: str
     """The id of the earlier save."""
+    objects: int
+    nbytes: int
+    saves: int
+    """The number of saves since the last one that wrote every chunk."""
+
+
+class _Reused(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored form of :class:`ReusedChunks`."""
+
+    save_id: Id
     objects: Count
     nbytes: Count
     saves: Count
-    """The number of saves since the last one that wrote every chunk."""
 
 
 class StoredEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -134,7 +144,7 @@ class RootDocument(Document, frozen=True):
     containers: dict[str, Literal["list", "OrderedDict"]]
     tables: _Tables
     optimizers: dict[str, str] | UnsetType = UNSET
-    reused: ReusedChunks | UnsetType = UNSET
+    reused: _Reused | UnsetType = UNSET
     versions: dict[str, dict[str, Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None]] | UnsetType = UNSET
     metadata: Raw | UnsetType = UNSET
 
@@ -258,7 +268,7 @@ class Root:
             dict(self.containers),  # type: ignore[arg-type]
             _Tables(self.checksums, self.sizes or UNSET, self.digests or UNSET),
             dict(self.optimizers) or UNSET,
-            self.reused or UNSET,
+            UNSET if self.reused is None else _Reused(*astuple(self.reused)),
             {name: dict(own) for name, own in self.versions.items()} or UNSET,
             _raw(json_values.encode_json(dict(self.metadata))) if self.metadata else UNSET,
         )
