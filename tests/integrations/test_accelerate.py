@@ -252,7 +252,8 @@ def test_the_projects_folder_may_be_any_url(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    first, second = accelerator.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    # Chunks of 64 KiB and more are linked.
+    first, second = accelerator.prepare(torch.nn.Linear(2, 20_000), torch.nn.Linear(20_000, 1))
     optimizers = [torch.optim.AdamW([*first.parameters(), *second.parameters()]), torch.optim.SGD(second.parameters())]
     both, _ = accelerator.prepare(*optimizers)
     second(first(torch.ones(2))).sum().backward()

@@ -220,7 +220,7 @@ def test_a_failed_background_save_is_raised_and_replaces_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("background", [False, True])
 def test_unchanged_weights_are_linked_to_the_last_checkpoint(background: bool, tmp_path: Path) -> None:
-    io, frozen = ZarrCheckpointIO(background=background), torch.rand(1000)
+    io, frozen = ZarrCheckpointIO(background=background), torch.rand(20_000)
     urls = [str(tmp_path / name) for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
     for step, url in enumerate(urls):
         io.save_checkpoint({"frozen": frozen, "trained": torch.full((1000,), float(step))}, url)
