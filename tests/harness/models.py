@@ -183,3 +183,18 @@ class CachingStager(BlockingAsyncStager):
         if self.state_dict_cache is None:
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
         return super().stage(state_dict)
+
+
+class NewLayer(nn.Module):
+    """Version 2, which transposes the weights of other versions."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(9.0).view(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"].T
+        super()._load_from_state_dict(state, prefix, metadata, *others)

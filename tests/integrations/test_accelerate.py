@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState
 from accelerate.utils import ProjectConfiguration
+from harness.models import NewLayer
 from launched import launch, rows_in
 
 import zarrckpt
@@ -174,21 +175,6 @@ def test_registered_objects_get_their_saved_state(tmp_path: Path) -> None:
     assert growing.state["losses"] == {"1": 0.5} and growing.state["none"] == {}
     assert type(unused.milestones) is Counter and own.state["own"].value == {"n": 1}
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
-
-
-class NewLayer(torch.nn.Module):
-    """Version 2, which transposes the weights of other versions."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.arange(9.0).view(3, 3))
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        if metadata.get("version") != 2:
-            state[f"{prefix}w"] = state[f"{prefix}w"].T
-        super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
 class Average:

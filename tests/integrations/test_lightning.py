@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
+from harness.models import NewLayer
 from harness.ranks import RankError, all_ranks_raise, run_ranks
 from harness.store_servers import S3Place
 from launched import launch
@@ -568,21 +569,6 @@ def test_fabric_loads_raw_weights_from_a_url_or_a_torch_file(tmp_path: Path) -> 
     for strategy, name in [("fsdp2", "zarr"), ("fsdp2", "file.pt"), ("ddp", "zarr"), ("ddp", "file.pt")]:
         for loaded in run_ranks(load_raw_with_fabric, strategy, str(tmp_path / name), world_size=2):
             assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
-
-
-class NewLayer(torch.nn.Module):
-    """Version 2, which transposes the weights of other versions."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.arange(9.0).view(3, 3))
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        if metadata.get("version") != 2:
-            state[f"{prefix}w"] = state[f"{prefix}w"].T
-        super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
 class Versioned(LightningModule):
