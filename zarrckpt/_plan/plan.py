@@ -47,6 +47,8 @@ class Layout:
     """The names of the classes of optimizers, by fqn."""
     versions: Versions
     """The versions of modules."""
+    keys: Mapping[str, object]
+    """The key of each entry and container, by node path."""
 
     def marker(self, save_id: str, started: str) -> Marker:
         """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
@@ -117,7 +119,7 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     with _without_garbage_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
-        keys_by_path(state.paths, node_paths)
+        keys = _keys_by_path(state.paths, node_paths)
         total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
         sizes = {"max_chunk_bytes": options.max_chunk_bytes, **options.merging(total, state.world_size)}
         # Equal boxes give equal grids, so thousands of equal layers are computed once.
@@ -141,14 +143,14 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             portable = options.portable and not tensor.dtype.core
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen, tensor.order)
             planned.append(PlannedTensor(fqn, grid, tensor.dtype.itemsize, tensor.holders, tensor.whole))
-        shared = (state.world_size, state.optimizers, state.versions)
+        shared = (state.world_size, state.optimizers, state.versions, keys)
         layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), *shared)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, choose_owners(planned, state.world_size), writers)
 
 
-def keys_by_path(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) -> dict[str, object]:
+def _keys_by_path(paths: Mapping[str, StatePath], node_paths: Mapping[str, str]) -> dict[str, object]:
     """Return the key of each entry and container by its node path.
 
     Raises UnsupportedValueError for different keys with one name (0 and "0"), and for equal keys with two names (1 on

@@ -31,7 +31,7 @@ from zarrckpt._format.root import (
 from zarrckpt._format.sealed import now
 from zarrckpt._format.state_path import DICT, LIST
 from zarrckpt._jobs import run_jobs
-from zarrckpt._plan.plan import Layout, keys_by_path
+from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import SentAttempt
 from zarrckpt._save.base import SentBase
@@ -215,7 +215,7 @@ def _keys_and_containers(layout: Layout) -> tuple[dict[str, object], dict[str, s
                     "same container on all ranks"
                 )
     keys = {}
-    for node, key in keys_by_path(layout.paths, layout.node_paths).items():
+    for node, key in layout.keys.items():
         parent, _, name = node.rpartition("/")
         if key != name and containers[parent] != LIST:
             keys[node] = key
